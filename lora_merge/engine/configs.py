@@ -1,5 +1,5 @@
-"""What a model's configuration says of how it computes, where no shape shows it: the trainer's and an engine's may
-differ there, and the engine would answer with the right weights and another model."""
+"""Settings of a model's configuration that no shape shows: where the trainer's and an engine's differ, the engine
+computes another model with the right weights."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _KEYS = (
 )  # fmt: skip
 """Settings that change what comes out of the same weights, as transformers' configurations call them."""
 _OFF = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
-"""Of these None, or 0, means that a model does without; elsewhere it is a default, which engines write out."""
+"""None or 0 turns these off. Elsewhere None is a default, which engines write out."""
 _RENAMED = "deepseek_"
-"""How names begin that vLLM gives to kinds of rotary embeddings, in the configuration itself."""
+"""Prefix that vLLM adds to names of rotary embeddings in the configuration itself."""
 _HEADS = "num_attention_heads", "num_key_value_heads", "head_dim"
 _SHOWN = 48
 
 
 def computing(config: Any) -> dict[str, Any]:
-    """Return those settings of a transformers configuration that say how its language model computes, as JSON has them;
-    nothing where there is no such configuration."""
+    """Return the settings of a transformers configuration that say how its language model computes, as JSON values;
+    empty where it is none."""
     if not hasattr(config, "get_text_config"):
         return {}
     try:

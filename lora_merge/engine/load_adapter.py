@@ -88,17 +88,17 @@ class LoadPlanner(Planner):
             )
         report.differs = warn_of_differences(replicas, computing(config_of(model)), set())
         weights, bare = MergedWeights(model), MergedWeights(model, adapters=False)
-        offer = UpdateNegotiator(self._trainer, weights, trains=False)
-        self._streams = [weights, bare, offer]
+        negotiate = UpdateNegotiator(self._trainer, weights, trains=False)
+        self._streams = [weights, bare, negotiate]
         try:
-            fit = CompatibilityCheck(self._trainer)
-            base = await fit(bare, replicas)
+            check = CompatibilityCheck(self._trainer)
+            base = await check(bare, replicas)
         except PushRefused as error:
             raise PushRefused(
                 f"{self._folder}: the adapter's base is another model than the engine serves, or the engine cannot be "
                 f"pushed to: {error}"
             ) from error
-        update = await offer(bare, base, replicas, fit.recipients())
+        update = await negotiate(bare, base, replicas, check.recipients())
         update.device = self._device
         report.merge = "engine"
         report.left_out = tuple(sorted(bare.left_out))
@@ -147,7 +147,7 @@ class UnloadPlanner(Planner):
 
 
 def _not_unloadable(replica: Replica) -> str:
-    """Why nothing can be unloaded from an engine, and what to do; "" where it can."""
+    """Return why nothing can be unloaded from an engine, and what to do; "" where it can."""
     state = replica.state
     if state.kind == "dirty":
         return ": load an adapter, which reads the engine's own checkpoint again, or start the engine anew"
@@ -164,12 +164,12 @@ def _not_unloadable(replica: Replica) -> str:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Those that an adapter is read from."""
+    """Return the files that an adapter is read from."""
     return [path for path in folder.iterdir() if path.suffix in _READ] if folder.is_dir() else []
 
 
 def _read(folder: Path, base: str | Path | None, dtype: torch.dtype) -> nn.Module:
-    """The adapter; with the values of its base where what it adds depends on them."""
+    """Read the adapter; with the values of its base where what it adds depends on them."""
     model = None if needs_values(folder) else read_folder(folder, base, dtype)
     if model is None or converted(MergedWeights(model).bucket_writer()):
         model = read_folder(folder, base, dtype, values=True)
@@ -179,7 +179,6 @@ def _read(folder: Path, base: str | Path | None, dtype: torch.dtype) -> nn.Modul
 
 
 def _controls_of(engine: Any) -> list[Control]:
-    """Of a handle, or of each in a list."""
     engines = engine if isinstance(engine, list | tuple) else [engine]
     if not engines:
         raise InvalidInput("engine must be a handle or a list of them, got none")
@@ -195,7 +194,7 @@ def _controls_of(engine: Any) -> list[Control]:
 
 
 def _trainer_of(engine: Any) -> Trainer:
-    """This process alone as the one that pushes, whatever other ranks there are."""
+    """Return this process alone as the trainer, whatever other ranks there are."""
     controls = _controls_of(engine)
     for index, control in enumerate(controls):
         check_handle(index, control, controls[:index])
@@ -212,32 +211,24 @@ async def load(
     pause: str,
     verify: bool,
 ) -> SyncReport:
-    """As `serve.load_adapter`."""
+    """Load an adapter; see `serve.load_adapter`."""
     trainer, folder = _trainer_of(engine), Path(folder)
     name = folder.resolve().name if name is None else name
-    return await _push(
-        Pusher(
-            trainer,
-            LoadPlanner(trainer, folder, base, name, check_device(device)),
-            pause=pause,
-            mode="merged",
-            healing=_HEALING,
-        ),
-        verify,
-    )
+    planner = LoadPlanner(trainer, folder, base, name, check_device(device))
+    return await _push(Pusher(trainer, planner, pause=pause, mode="merged", healing=_HEALING), verify)
 
 
 async def unload(engine: Any, *, pause: str) -> SyncReport:
-    """As `serve.unload_adapter`."""
+    """Unload the adapter; see `serve.unload_adapter`."""
     trainer = _trainer_of(engine)
     return await _push(Pusher(trainer, UnloadPlanner(trainer), pause=pause, mode="base", healing=_HEALING), False)
 
 
-async def _push(pushes: Pusher, verify: bool) -> SyncReport:
+async def _push(pusher: Pusher, verify: bool) -> SyncReport:
     try:
-        return await pushes._push(None, verify)
+        return await pusher._push(None, verify)
     finally:
-        await pushes.aclose()
+        await pusher.aclose()
 
 
 def check_blocking(engine: Any) -> None:

@@ -24,7 +24,7 @@ from ...stream.buckets import ALIGNMENT, Meta, Table, extent, lay_out, to_json
 from ...stream.source import Entry
 from ...stream.weights import MergedWeights
 from ..transport.routing import Route
-from .base import BucketPayload, Terms, WorkerOp
+from .base import BucketPayload, Terms, WireSpecs, WorkerOp
 
 ADAPTER_NAME = "lora_merge"
 """The one name of the adapter, in loading and in every request."""
@@ -35,8 +35,8 @@ _INSTEAD = '; push with mode="merged" instead'
 
 
 def writer_of(weights: MergedWeights) -> BucketWriter:
-    """The stream of which `AdapterSource` takes the names: all of them, since an engine has a module for each, whether
-    or not they are one in the model."""
+    """Return the stream that `AdapterSource` takes names from: all of them, as an engine has a module for each, tied or
+    not."""
     weights.keep_tied = True
     return weights.bucket_writer()
 
@@ -82,19 +82,16 @@ class AdapterSource(BucketPayload):
         self.capacity = extent(self.table[0]) if self.table else 0
 
     def alone(self, index: int) -> bool:
-        """As of `Sent`."""
         return not self.collective
 
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
-        """Lay the adapters as they are now into the bucket; an adapter is rounded to nearest whatever `run` says."""
+        """Write the adapters as they are now, rounded to nearest whatever `run` says."""
         self._operands.refresh()
         views = [slot.view(buffer) for slot in self.table[index]]
         torch._foreach_copy_(views[::2], self._plain)
         torch._foreach_copy_(views[1::2], torch._foreach_mul([b.float() for b in self._scaled], self._scaling))
 
-    def transfer_op(
-        self, terms: Terms, route: Route, comes: Mapping[str, Mapping[str, list[int]]] | None
-    ) -> WorkerOp | None:
+    def transfer_op(self, terms: Terms, route: Route, comes: WireSpecs | None) -> WorkerOp | None:
         state = terms.state.to_json()
         return WorkerOp("adapter", {"table": to_json(self.table), "rank": self.rank, "state": state})
 
@@ -116,8 +113,8 @@ def _check_served(name: str, delta: Delta, entry: Entry) -> None:
 
 
 def _check_experts(ranks: Mapping[str, int], tensors: Iterable[str]) -> None:
-    """Check that the adapters of a layer's experts can be stacked: every projection of every expert, each projection at
-    one rank.
+    """Raise `UnsupportedAdapter` unless the adapters of a layer's experts can be stacked: every projection of every
+    expert, each projection at one rank.
 
     Args:
         ranks: of the adapted modules, by name.
@@ -142,7 +139,7 @@ def _check_experts(ranks: Mapping[str, int], tensors: Iterable[str]) -> None:
 
 
 def _dims(delta: Delta) -> tuple[int, int]:
-    """The parameter's dimensions that are `out` and `in` of its matrices."""
+    """Return which dimensions of the parameter are `out` and `in` of its matrices."""
     lead = 0 if delta.experts is None else 1
     return (lead + 1, lead) if delta.transposed else (lead, lead + 1)
 
@@ -150,7 +147,7 @@ def _dims(delta: Delta) -> tuple[int, int]:
 def _factors(
     name: str, delta: Delta, entry: Entry, operands: Operands
 ) -> tuple[str, tuple[str, str], Tensor, Tensor, float]:
-    """Module, names of its factors, lora_A, lora_B and scaling of a tensor; several adapters side by side."""
+    """Return module, names of the factors, lora_A, lora_B and scaling of a tensor; several adapters concatenated."""
     assert entry.window is not None
     lora_A, lora_B, scaling = operands.factors(delta)
     (out, into), (start, size) = _dims(delta), entry.window.box
@@ -162,7 +159,7 @@ def _factors(
 
 
 def _check_model(model: Live) -> None:
-    """Refuse trained parameters that belong to no adapter."""
+    """Raise `UnsupportedAdapter` if parameters are trained that belong to no adapter."""
     for name, module in model.modules():
         kinds = lineage(type(module))
         for kind in ("ModulesToSaveWrapper", "TrainableTokensWrapper"):

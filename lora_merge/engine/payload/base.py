@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -16,6 +16,9 @@ from ...stream.buckets import Table
 from ...stream.direct_targets import DirectTargets, Sent
 from ..state import State
 from ..transport.routing import Route, WorkerId
+
+WireSpecs: TypeAlias = Mapping[str, Mapping[str, list[int]]]
+"""`Route.wire_spec` of each worker of an engine, by rank."""
 
 
 class WorkerOp(NamedTuple):
@@ -90,13 +93,11 @@ class Payload:
         """Return what workers do before the transfer; None for nothing."""
         return None
 
-    def transfer_op(
-        self, terms: Terms, route: Route, comes: Mapping[str, Mapping[str, list[int]]] | None
-    ) -> WorkerOp | None:
+    def transfer_op(self, terms: Terms, route: Route, comes: WireSpecs | None) -> WorkerOp | None:
         """Return what workers do in the transfer; None for nothing.
 
         Args:
-            comes: `Route.wire_spec` of each worker, by rank; None where every worker gets all buckets.
+            comes: what comes to each worker; None where every worker gets all buckets.
         """
         return None
 
@@ -104,7 +105,7 @@ class Payload:
         """Do what has to be done on every rank before workers take anything."""
 
     def passing(self) -> AbstractContextManager[None]:
-        """Return what the transfer runs in, as `BucketWriter.passing`."""
+        """Return what the transfer runs in; see `BucketWriter.passing`."""
         return nullcontext()
 
     def serves(self, served: Mapping[WorkerId, int] | None) -> bool:
@@ -137,9 +138,7 @@ class LocalOp(Payload):
     writes: bool
     merges: bool = False
 
-    def transfer_op(
-        self, terms: Terms, route: Route, comes: Mapping[str, Mapping[str, list[int]]] | None
-    ) -> WorkerOp | None:
+    def transfer_op(self, terms: Terms, route: Route, comes: WireSpecs | None) -> WorkerOp | None:
         return WorkerOp(self.op, self.message)
 
 
@@ -156,9 +155,7 @@ class WeightsPayload(Payload):
     def begin_op(self, terms: Terms, route: Route) -> WorkerOp | None:
         return WorkerOp("start", {"digest": self._writer.digest, "sent": bool(route.sent), **terms.begin})
 
-    def transfer_op(
-        self, terms: Terms, route: Route, comes: Mapping[str, Mapping[str, list[int]]] | None
-    ) -> WorkerOp | None:
+    def transfer_op(self, terms: Terms, route: Route, comes: WireSpecs | None) -> WorkerOp | None:
         if not route.sent:  # the trainer writes everything by itself
             return None
         return WorkerOp("receive", {"sent": route.sent, "placed": sorted(route.placed.intersection(route.sent))})

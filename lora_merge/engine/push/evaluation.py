@@ -50,7 +50,7 @@ def evaluate(
     Args:
         stream: what is sent, by name.
         found: for each engine what its workers found in it.
-        ties: as of `fit`.
+        ties: as of `evaluate_engine`.
     """
     elements = {name: prod(meta.shape) for name, meta in stream.items()}
     problems: list[str] = []
@@ -77,23 +77,21 @@ def _differing(held: Mapping[str, Mapping[torch.dtype, str]]) -> list[str]:
     if not apart:
         return []
     name, dtypes = apart[0]
-    told = ", ".join(f"{engine} in {dtype}" for dtype, engine in dtypes.items())
+    engines = ", ".join(f"{engine} in {dtype}" for dtype, engine in dtypes.items())
     others = f" (and {len(apart) - 1} more)" if len(apart) > 1 else ""
     return [
-        f"{told} hold {name}{others}: tensors are rounded once, to what an engine holds; start the engines with one "
+        f"{engines} hold {name}{others}: tensors are rounded once, to what an engine holds; start the engines with one "
         "dtype, or push to them apart, each by itself"
     ]
 
 
 def evaluate_engine(found: Found, ties: Mapping[str, str]) -> Evaluation:
-    """How a stream fits one engine.
+    """Evaluate how a stream fits one engine.
 
     A name that no worker takes is left out where one takes the name that it is tied to: some of vLLM's models have no
     head of their own, and do not know its name. Where no worker takes either of them, both are problems.
 
     Args:
-        found: of each worker `refused` (name -> why), `ignored` (names that fill nothing), `absent` (those among them
-            for parts of the model that the engine was started without) and `missing` (what nothing would fill).
         ties: name -> name of the tensor of the stream that is the same one.
     """
     ignored = set.intersection(*(set(worker.ignored) for worker in found))
@@ -116,12 +114,10 @@ def evaluate_engine(found: Found, ties: Mapping[str, str]) -> Evaluation:
 
 
 def _left(found: Found, sizes: Mapping[str, int]) -> list[str]:
-    """Tensors of which workers take parts that are not all of it: vLLM cuts a part out of a tensor that is too large,
-    without a word, also where one worker has everything.
+    """List tensors of which workers together do not take all: vLLM cuts a part out of a tensor that is too large, and
+    does not say so.
 
     Args:
-        found: of each worker `partial` (name -> elements that it takes, of tensors of which it leaves some) and
-            `dtypes` (of those that it takes).
         sizes: elements of each tensor.
     """
     split = set[str]().union(*(worker.partial for worker in found))
@@ -140,7 +136,6 @@ def _left(found: Found, sizes: Mapping[str, int]) -> list[str]:
 
 
 def _sizes(sizes: Mapping[str, str]) -> str:
-    """A tensor of another size, or a whole model, in a line."""
     name, why = next((name, why.removeprefix(ANOTHER_SIZE)) for name, why in sizes.items())
     if len(sizes) == 1:
         return f"{name} is refused: it is {why}"

@@ -1,4 +1,4 @@
-"""Signs of life to engines that cannot look this process up, while a push waits or works: they would take it for dead
+"""Signs of life to engines that cannot look this process up, so that they do not take it for dead in a long push
 (`lease.SILENT_S`)."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BEAT_S = SILENT_S / 4
 
 
 class Heartbeat:
-    """Calls that are made beside those of a push.
+    """Repeated calls to engines on other hosts, in a task or a thread of their own.
 
     Args:
         beat: one of them. Where it fails, the push's own calls say so.

@@ -102,7 +102,6 @@ class PushPlanner(Planner):
         self._why = ""
 
     def read(self, mode: str) -> BucketWriter:
-        """The stream that a push most likely begins with, and whether workers may pull it as they did. Collective."""
         stream = self._stream(mode)
         writer = stream.bucket_writer()
         self._pulls[stream].look(writer)
@@ -116,8 +115,8 @@ class PushPlanner(Planner):
         return self._check.known(stream), [*self._update.known(), *self._pulls[stream].known()]
 
     def broke(self, error: BaseException) -> None:
-        """Note that a push which engines merge has failed: with "auto" the trainer merges from now on."""
         if self._merge == "auto" and self._who == "engine":
+            # From now on the trainer merges.
             self._who, self._why = "trainer", f"a push that engines merged by themselves failed: {error}"
 
     def release(self) -> None:
@@ -150,7 +149,7 @@ class PushPlanner(Planner):
         return [await self._full(state, self._weights, writer, replicas, report, verify)]
 
     def _in_engine(self, replicas: Sequence[Replica]) -> bool:
-        """Whether the engines are to merge; the same on every rank."""
+        """Return True if the engines are to merge; the same on every rank."""
         if self._merge != "auto":
             return self._merge == "engine"
         workers = (worker for replica in replicas for worker in replica.workers)
@@ -199,13 +198,13 @@ class PushPlanner(Planner):
         )
 
     def _of_frozen(self, base: BucketWriter, verify: bool) -> str:
-        """The fingerprint of a base that training leaves alone. Collective over the ranks of the model.
+        """Return the fingerprint of a base that is not trained. Collective over the ranks of the model.
 
         Args:
             verify: compute it again.
 
         Raises:
-            UnsupportedAdapter: it trains some of it, which an adapter does not bring.
+            UnsupportedAdapter: some of it is trained, which an adapter does not bring.
         """
         known, learning, _ = self._trained
         if base.ranks.any(known is not base or learning.moved):
@@ -222,7 +221,7 @@ class PushPlanner(Planner):
         return self._fingerprint(base, again=verify)
 
     async def _same(self, fingerprint: Callable[[], str]) -> str:
-        """The fingerprint of the base, which is the same on every rank."""
+        """Return the fingerprint of the base, and raise `PushRefused` unless it is the same on every rank."""
         found = await self._trainer.everywhere(self._trainer.blocking(fingerprint))
         if len(set(found)) > 1:
             raise PushRefused(
@@ -241,8 +240,8 @@ class PushPlanner(Planner):
         verify: bool,
         changed: frozenset[str] | None = None,
     ) -> Transfer:
-        """A pass of all weights: straight into the engines, where these can be mapped; else read by them, where the
-        trainer's can."""
+        """Plan a transfer of all weights: written directly where the engines' memory can be mapped, else read by
+        workers where the trainer's can, else in buckets."""
         found = await self._trainer.map(writer, replicas, self._check.at)
         report.buckets = found.why
         if found.why:
@@ -260,5 +259,5 @@ def _lacks_base(replica: Replica, fingerprint: str) -> bool:
 
 
 def _lacks_update(replica: Replica, fingerprint: str, digest: str) -> bool:
-    """Whether some worker cannot merge an update onto what it holds now."""
+    """Return True if some worker cannot merge an update onto what it holds now."""
     return any(worker.base != fingerprint or digest not in worker.ready for worker in replica.workers)

@@ -31,7 +31,7 @@ class SyncReport:
         seconds: by phase: check, pause (until requests have ended, where they are waited for or ended; those that are
             kept stop with the transfer), transfer (merge, send and load; caches are reset beside it), finish, resume
             (0 where it went with the last message).
-        base_sent: whether the base had to go first, where an adapter goes beside it or is merged by the engine.
+        base_sent: whether the base had to go first, where the engine serves or merges the adapter.
         merge: who added the adapters to the base: "trainer" or "engine"; "" in adapter mode.
         merge_why: why the trainer merged where engines could have; "" otherwise.
         transports: how bytes reached the workers (docs/vllm.md, Transports).
@@ -40,7 +40,7 @@ class SyncReport:
         left_out: names that were not sent because every engine was started without that part of the model
             (`limit_mm_per_prompt` of 0: no vision tower).
         coverage: share of the elements of the engines' parameters and persistent buffers that the last full push wrote,
-            in the worker with the least; 1.0 is all. None where something else than a push brought the weights.
+            in the worker with the least; 1.0 is all. None where the weights came from something else than a push.
         reloaded: number of layers that went through the engine's own loading because it changes their layout
             (quantised, prepacked), in the worker with the most.
         calibrated: which layers of an engine have scales of its KV cache that were calibrated for its checkpoint, and
@@ -102,21 +102,21 @@ class SyncReport:
 
 @dataclass(slots=True)
 class Replica:
-    """One engine, or the part of it that one handle reaches, and what its workers said about themselves.
+    """One engine, or the part of it that one handle reaches.
 
     Args:
         index: of all handles of the trainer.
         control: None where another trainer rank holds its handle.
-        workers: in rank order.
+        workers: what its workers say of themselves, in rank order.
         paused_by_us: whether a push has paused it, and not its user.
         to_adapter: whether a push that changes the mode ends in adapter mode; None where it does not change.
         begun: whether this push has begun to write to it.
-        lost: whether it is not in the middle of this push any more: what becomes of it is for another trainer to say.
+        lost: whether another trainer has taken its lease: this push does nothing more to it.
         moved: whether it has generated in the middle of this push.
         error: what failed in it.
         queued_calls: calls that are made with the next message to it.
-        resumed: whether it holds what the push brought, and generates with it: it is through.
-        resume_error: what failed when it was to go on, as all had come.
+        resumed: whether it holds what was pushed and generates with it: nothing remains to be done.
+        resume_error: why it could not resume, though it holds what was pushed.
         coverage: the share of its elements that the last full push wrote, in the worker with the least.
         reloaded: as of `SyncReport`.
     """
@@ -144,7 +144,7 @@ class Replica:
 
     @property
     def state(self) -> State:
-        """What the engine holds: the state that all its workers report, or dirty if they differ."""
+        """The state that all its workers report, or dirty if they differ."""
         states = [worker.state for worker in self.workers]
         broken = next((s for s in states if s.kind == "dirty"), None)
         if broken is None and any(s != states[0] for s in states):
@@ -168,7 +168,7 @@ class Replica:
 
     @property
     def still_paused(self) -> bool:
-        """Whether the engine is still paused by a push that failed or whose trainer died."""
+        """Whether a push that failed, or whose trainer died, has left it paused."""
         return any(worker.paused for worker in self.workers)
 
     @property
@@ -225,9 +225,9 @@ def check_whole(replicas: Sequence[Replica]) -> None:
                 "would answer with old experts. Give a list of handles, one for each data-parallel rank"
             )
         world, first = engine[0].workers[0].world, engine[0].workers[0].rank
-        there = {worker.rank for replica in engine for worker in replica.workers}
-        lacking = set(range(first // world * world, (first // world + 1) * world)) - there
-        if len(there) != world and lacking:
+        present = {worker.rank for replica in engine for worker in replica.workers}
+        lacking = set(range(first // world * world, (first // world + 1) * world)) - present
+        if len(present) != world and lacking:
             raise PushRefused(
                 f"engine {engine[0].index} has {world} workers, one on each of {world} ranks, and those of ranks "
                 f"{', '.join(map(str, sorted(lacking)))} are missing: give the LLM of every rank, on that rank"
@@ -235,7 +235,7 @@ def check_whole(replicas: Sequence[Replica]) -> None:
 
 
 def check_apart(replicas: Sequence[Replica]) -> None:
-    """Raise `PushRefused` if an engine has more than one handle: it would take each message twice."""
+    """Raise `PushRefused` if an engine has more than one handle: it would get each message twice."""
     met: dict[str, int] = {}
     for replica in replicas:
         for name in {worker.name for worker in replica.workers if worker.name}:
@@ -248,8 +248,8 @@ def check_apart(replicas: Sequence[Replica]) -> None:
 
 
 def fail_together(replicas: Sequence[Replica]) -> None:
-    """Give all replicas of one engine the error of the first that failed: one failed worker makes the whole engine
-    dirty, if anything was written to any part of it."""
+    """Give all replicas of an engine the error of the first that failed: a failed worker makes the whole engine dirty,
+    if anything was written to any part of it."""
     for engine in engines_of(replicas):
         error = next((replica.error for replica in engine if replica.error), "")
         begun = any(replica.begun for replica in engine)
@@ -258,17 +258,17 @@ def fail_together(replicas: Sequence[Replica]) -> None:
 
 
 SILENT = tuple(f"{kind}: " for kind in ("EngineDeadError", "EngineGone", "NotReached"))
-"""How errors begin of engines that have died, or that nothing is heard of (`told`)."""
+"""How the errors begin (`error_text`) of engines that have died or do not answer."""
 
 
 def failure(
     replicas: Sequence[Replica], healing: str = "the next push heals them", brought: Mapping[int, State] | None = None
 ) -> PushFailed | PushRefused:
-    """Make the error for a push that broke off in some engines; it names them, and says what each engine holds now.
+    """Make the error for a push that broke off in some engines: it names them, and says what each engine holds now.
 
     Args:
         healing: what becomes of dirty ones.
-        brought: by index, what engines hold that failed as they were to go on, when all had come.
+        brought: by index, what engines hold that could not resume after they got everything.
     """
     brought = brought or {}
     failed = [replica for replica in replicas if replica.error and not replica.resumed]
@@ -300,8 +300,8 @@ def failure(
 
 
 def check_handle(index: int, control: Control, before: Sequence[Control] = ()) -> None:
-    """Raise an error if this process can already tell that no push can reach the engine behind a handle, or that a
-    handle before it reaches the same one."""
+    """Raise an error if no push can reach the engine behind a handle, as far as this process can tell, or if a handle
+    before it reaches the same engine."""
     for other, known in enumerate(before):
         if known.engine is control.engine or (isinstance(known.engine, str) and known.engine == control.engine):
             raise InvalidInput(f"engine must name each engine once, got one twice: handles {other} and {index}")
