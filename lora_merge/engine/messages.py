@@ -82,7 +82,7 @@ class WorkerInfo:
     fits: Mapping[str, Mapping[str, str]]
     base: str
     ready: Sequence[str]
-    # What some engines do not say.
+    # What some engines leave out.
     cumem: str = ""
     name: str = ""
     quantised: str = ""

@@ -179,14 +179,14 @@ class PullBuilder:
             blocked: names of the tensors that some engine takes another way, or holds in another dtype.
         """
         known = self._known[1] if self._known is not None and self._known[0] == blocked else None
-        if stream.ranks.any(not self.stands(stream, known)):
+        if stream.ranks.any(not self.serves(stream, known)):
             self._known = None
             known = self._made(stream, blocked)
             self._known = blocked, known
         assert known is not None
         return known
 
-    def stands(self, stream: BucketWriter, pull: PullSource | None) -> bool:
+    def serves(self, stream: BucketWriter, pull: PullSource | None) -> bool:
         """Return True if what was made last serves another transfer of the stream, as far as this rank can tell.
         Collective, as making streams is."""
         if pull is None or pull.stream is not stream:

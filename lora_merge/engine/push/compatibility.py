@@ -133,7 +133,7 @@ class CompatibilityCheck:
             stream, and for each engine the digests of its workers' dry runs, and of where they have what it fills.
         """
         writer = await self._trainer.blocking(weights.bucket_writer) if read is None else read
-        # Usually the answers to `hello` have said it.
+        # Usually the answers to `hello` have this.
         answers: dict[int, list[Any]] = {
             replica.index: [worker.fits.get(writer.digest, {"same": ""}) for worker in replica.workers]
             for replica in replicas

@@ -141,7 +141,7 @@ class PullNegotiator:
     def __init__(self, trainer: Trainer, weights: MergedWeights, stayed: Unmoved) -> None:
         self._trainer, self._pulls, self._stayed = trainer, PullBuilder(weights), stayed
         self._last: PullSource | None = None
-        self._looked: tuple[BucketWriter, bool] | None = None
+        self._checked: tuple[BucketWriter, bool] | None = None
         self._refused: tuple[Any, ...] = (None, (), "")
 
     def known(self) -> list[str]:
@@ -149,12 +149,12 @@ class PullNegotiator:
         return [self._last.offered] if self._last is not None else []
 
     def release(self) -> None:
-        self._looked = None
+        self._checked = None
         self._pulls.release()
 
-    def look(self, stream: BucketWriter) -> None:
+    def check_ahead(self, stream: BucketWriter) -> None:
         """Note ahead of the call whether the last one serves again in this push. Collective, as making streams is."""
-        self._looked = stream, self._pulls.stands(stream, self._last)
+        self._checked = stream, self._pulls.serves(stream, self._last)
 
     async def __call__(self, stream: BucketWriter, replicas: Sequence[Replica]) -> tuple[PullSource | None, str]:
         """Return the stream as workers pull it; or None, and why some worker cannot. Collective.
@@ -184,18 +184,20 @@ class PullNegotiator:
         self, stream: BucketWriter, replicas: Sequence[Replica], workers: Sequence[WorkerInfo]
     ) -> tuple[PullSource | None, str]:
         trainer, last = self._trainer, self._last
-        looked, self._looked = self._looked, None
-        if looked is not None and looked[0] is stream:
-            stands = looked[1]
+        checked, self._checked = self._checked, None
+        if checked is not None and checked[0] is stream:
+            serves = checked[1]
         else:
-            stands = await trainer.blocking(partial(self._pulls.stands, stream, last))
-        ready = stands and last is not None and all(last.offered in worker.ready for worker in workers)
+            serves = await trainer.blocking(partial(self._pulls.serves, stream, last))
+        ready = serves and last is not None and all(last.offered in worker.ready for worker in workers)
         if not await trainer.blocking(lambda: trainer.world.any(not ready)):
             return last, ""
-        told = await trainer.gather((unreadable(stream), trainer.introduced(stream), self._stayed(stream)))
-        ranks = [rank for _, rank, _ in told]
-        why = next((why for why, *_ in told if why), "") or readable([worker.introduction for worker in workers], ranks)
-        if not why and not all(stayed for *_, stayed in told):
+        answers = await trainer.gather((unreadable(stream), trainer.introduced(stream), self._stayed(stream)))
+        ranks = [rank for _, rank, _ in answers]
+        why = next((why for why, *_ in answers if why), "") or readable(
+            [worker.introduction for worker in workers], ranks
+        )
+        if not why and not all(stayed for *_, stayed in answers):
             why = MOVED
         if why:
             return None, why

@@ -104,7 +104,7 @@ class PushPlanner(Planner):
     def read(self, mode: str) -> BucketWriter:
         stream = self._stream(mode)
         writer = stream.bucket_writer()
-        self._pulls[stream].look(writer)
+        self._pulls[stream].check_ahead(writer)
         return writer
 
     def _stream(self, mode: str) -> MergedWeights:

@@ -16,9 +16,7 @@ from ...stream.buckets import Table, metas
 from ..control.calls import drive, side_by_side
 from ..lease import lease_of, under_way
 from ..messages import WorkerInfo
-from ..payload.base import Payload
 from ..state import State
-from ..transport.routing import WorkerId
 from .channels import Trainer
 from .heartbeat import Heartbeat
 from .introduction import hello, replicas_of
@@ -34,7 +32,7 @@ class Pusher:
 
     Args:
         trainer: the ranks that push, with their engines.
-        transfers: what is sent.
+        planner: decides what is sent.
         pause: what becomes of requests in flight; one of `PAUSES`.
         mode: of the first push, unless it says another.
         rounding: of merged weights.
@@ -45,7 +43,7 @@ class Pusher:
     def __init__(
         self,
         trainer: Trainer,
-        transfers: Planner,
+        planner: Planner,
         *,
         pause: str,
         mode: str,
@@ -53,7 +51,7 @@ class Pusher:
         healing: str = "the next push heals them",
         computing: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        self._trainer, self._planner, self._sequence = trainer, transfers, EngineSequence(trainer.name, pause)
+        self._trainer, self._planner, self._sequence = trainer, planner, EngineSequence(trainer.name, pause)
         self._mode, self._rounding, self._healing = mode, rounding, healing
         self._computing, self._warned_of_differences = computing, set[tuple[int, str]]()
         self._closed = self._held = False
@@ -107,17 +105,16 @@ class Pusher:
             with under_way(self._trainer.name):
                 return await self._locked_push(self._mode if mode is None else mode, verify)
         except BaseException as error:
-            # A call that an interrupt left under way may come after the end of that push.
+            # A call that an interrupt has left under way may take the lease again: `aclose` ends it once more.
             self._held = not await self._let_go() or not isinstance(error, Exception)
             raise
         finally:
-            self._planner.release()  # read, perhaps, but not sent: a refusal, an adapter alone
+            self._planner.release()  # what was read and not sent: after a refusal, or for an adapter alone
             self._lock.release()
             await self._beats.end()
 
     async def _let_go(self) -> bool:
-        """Allow other trainers to push to the engines again; returns whether all have heard it. (One that is gone is
-        nobody's.)"""
+        """End this trainer's lease of all engines; return True if all have answered."""
         controls = self._trainer.controls
         errors = await side_by_side(controls, lambda control: control.rpc("end", owner=self._trainer.name), controls)
         return not any(errors)
@@ -133,8 +130,8 @@ class Pusher:
             replicas, transfers, slept = await self._prepare(report, verify)
         last, held = transfers[-1], {replica.index: replica.state for replica in replicas}
         name = last.state.adapter or f"{mode}@{report.version}"
-        # What computes together goes on together, when the ranks have told each other that all of it is well. Any other
-        # engine goes on with the last message of the last transfer.
+        # Engines that compute together resume together, when all ranks know that none has failed. Any other one resumes
+        # with the last message of the last transfer.
         through = {engine[0].index for engine in engines_of(replicas) if len(engine) == 1}.difference(slept)
         before, self._mode = self._mode, mode  # requests that are made from here on wait for what this push brings
         try:
@@ -158,14 +155,15 @@ class Pusher:
                 )
                 await run(report)
         except BaseException:
-            # Interrupted: what the engines hold decides whether they go on.
+            # Interrupted: what an engine holds now decides whether it resumes.
             await self._back(replicas, held, last.state, name, slept)
             self._keep_mode(before, replicas, held)
             raise
         await trainer.share(replicas)
 
-        # 4. Resume: "end", which also ends the lease. Engines that failed are put into a defined state: "abort" where
-        #    something was written to them, a resume where nothing was. One that cannot go on holds the new weights.
+        # 4. Resume the engines that have not resumed by now: "end", which also ends the lease. One that failed is put
+        #    into a defined state: "abort" where something was written to it, a resume where nothing was. One that only
+        #    fails to resume holds the new weights.
         holding = {r.index: last.state for r in replicas if not r.error or r.resume_error}
         with report.timed("resume"):
             await trainer.each(replicas, partial(self._sequence.go_on, slept=slept), failed=True)
@@ -236,21 +234,15 @@ class Pusher:
             await self._trainer.connect(replicas, nbytes, buckets[0].device, handed_over, separate)
         served = None if verify else self._trainer.served
         for payload in payloads:
-            if not payload.serves(served):
-                await self._serve(payload, served)
-
-    async def _serve(self, payload: Payload, served: Mapping[WorkerId, int] | None) -> None:
-        """Have each rank collect the part of a payload that it sends; all of it if every rank makes checksums (`served`
-        is None)."""
-
-        async def serve() -> None:
-            await self._trainer.blocking(partial(payload.serve, served, self._trainer.world.rank))
-
-        try:
-            await self._trainer.everywhere(serve())
-        except BaseException:
-            payload.forget()  # other ranks may have failed where this one did not
-            raise
+            if payload.serves(served):
+                continue
+            # Each rank collects the part that it sends; all of it where every rank makes checksums.
+            serve = partial(payload.serve, served, self._trainer.world.rank)
+            try:
+                await self._trainer.everywhere(self._trainer.blocking(serve))
+            except BaseException:
+                payload.forget()  # other ranks may have failed where this one did not
+                raise
 
     async def _wake(self, replica: Replica) -> None:
         if replica.asleep:
@@ -279,11 +271,10 @@ class Pusher:
             report.calibrated = warn_of_calibrated(replicas, self._warned_of_calibrated)
 
     def _keep_mode(self, mode: str, replicas: Sequence[Replica], held: Mapping[int, State]) -> None:
-        """After a push that left every engine as it was, say of requests what was said before it.
+        """Set the mode back after a push that left every engine as it was.
 
         Args:
-            mode: before it.
-            held: by replicas before it.
+            mode, held: before the push: the mode, and what replicas held.
         """
         if all(not replica.begun and replica.state == held[replica.index] for replica in replicas):
             self._mode = mode
@@ -296,13 +287,13 @@ class Pusher:
         name: str,
         slept: Mapping[int, int],
     ) -> None:
-        """After an interrupted push, resume engines that hold what they held before, or everything that it was to
-        bring; others, including dirty ones, stay as they are until the next push. So do those that compute together
-        with one of these, or with one whose handle is not here.
+        """Resume the engines that hold what they held before an interrupted push, or all that it was to bring. Others,
+        dirty ones among them, stay as they are until the next push; so do engines that compute together with one of
+        these, or with one whose handle is not here.
 
         Args:
-            held: by replicas before it.
-            name: of what it was to bring.
+            held: what replicas held before.
+            brought, name: the state and the name that the push was to bring.
             slept: as of `EngineSequence.go_on`.
         """
         well: set[int] = set()
@@ -310,13 +301,13 @@ class Pusher:
         async def ask(replica: Replica) -> None:
             replica.workers = [WorkerInfo.read(answer) for answer in await replica.handle.rpc("hello")]
             if replica.state == brought:
-                await self._sequence.catch_up(replica, brought, name)  # workers have it before the engine knows of it
+                await self._sequence.catch_up(replica, brought, name)
             if replica.state in (held[replica.index], brought) and replica.state.kind != "dirty":
                 well.add(replica.index)
 
         async def back(replica: Replica) -> None:
             replica.paused_by_us = replica.paused_by_us or replica.still_paused
-            replica.error, replica.begun = "interrupted", replica.index not in well  # what it holds says the rest
+            replica.error, replica.begun = "interrupted", replica.index not in well
             await self._sequence.go_on(replica, slept)
 
         await self._trainer.each(replicas, ask, failed=True)
