@@ -8,21 +8,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from workers import worker
 
 from lora_merge import PushFailed, PushRefused
 from lora_merge.engine.control.base import Call, Control, Moved, NotOurs, WorkerFailed
 from lora_merge.engine.control.calls import EngineGone, drive
-from lora_merge.engine.push.planner import LocalOp, Transfer
+from lora_merge.engine.payload.base import LocalOp
+from lora_merge.engine.push.planner import Transfer
 from lora_merge.engine.push.replica import Replica, failure
 from lora_merge.engine.push.sequence import EngineSequence
 from lora_merge.engine.state import State
-from lora_merge.engine.transport.routing import Route
 from lora_merge.engine.vllm.control import RayControl
 
 NEW = State("merged", 7, trainer="mine")
 READ = LocalOp("read", {}, writes=True)
-DONE = Transfer(NEW, READ, [], Route(frozenset(), ()))
-UPDATE = Transfer(NEW, READ, [], Route(frozenset(), ()), merges=True)
+DONE = Transfer(NEW, READ, [])
+UPDATE = Transfer(NEW, LocalOp("read", {}, writes=True, merges=True), [])
 STEADY = ["stands", "note_pause", "pause", "read", "reset_prefix_cache", "label", "name_adapter", "commit", "resume"]
 PULLED = [*STEADY, "end"]
 WRITTEN = [["stands", "note_pause", "pause", "begin_full"], ["reset_prefix_cache", "label", "name_adapter"]]
@@ -106,9 +107,7 @@ class Actor(Engine):
 
 
 def replica(engine: Engine, **more: Any) -> Replica:
-    known = {"connector": False, "multimodal": False, "paused": False, "served": "merged", "shares": None}
-    worker = {"rank": 0, "world": 1, "launcher": False, "state": State("merged", 6).to_json(), **known, **more}
-    return Replica(0, engine, [worker])
+    return Replica(0, engine, [worker(**{"state": State("merged", 6).to_json(), **more})])
 
 
 def push(one: Replica, steps: EngineSequence, *, written: bool = False, merges: bool = False, ends: bool = True) -> str:

@@ -27,8 +27,8 @@ from torch import nn
 from lora_merge import LoraMergeError, MergedWeights, PushFailed, PushRefused, VllmSync
 from lora_merge.engine.payload.pull import MOVED, PullBuilder, PullSource
 from lora_merge.engine.push import negotiators as offer
-from lora_merge.engine.push.pusher import Pusher
 from lora_merge.engine.push.replica import SyncReport
+from lora_merge.engine.push.transfer import TransferRun
 from lora_merge.shards import here
 from lora_merge.verify import coverage
 from tests.shards.test_shards_merge import fsdp1, fsdp2, fsdp2_columns
@@ -149,13 +149,13 @@ def test_experts_come_in_buckets_and_what_lies_beside_them_is_read(
     experts = {"target_modules": engines.LINEARS[:4], "target_parameters": engines.EXPERTS}
     model = shared(models.with_lora(engines.qwen3_moe, **experts))
     sums: list[set[str]] = []
-    check = Pusher._check_arrived
+    check = TransferRun._check_arrived
 
-    async def checked(self: Pusher, replica: Any, sent: Any) -> None:
+    async def checked(self: TransferRun, replica: Any, sent: Any) -> None:
         sums.append(set(sent.checksums))
         await check(self, replica, sent)
 
-    monkeypatch.setattr(Pusher, "_check_arrived", checked)
+    monkeypatch.setattr(TransferRun, "_check_arrived", checked)
     with engine(model, tmp_path / "base", processes=True, **EXTENDED) as llm:
         sync = begun(VllmSync(model, llm, bucket_bytes=1 << 16))
         plans = []

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ...kernels.segments import FLOATS
 from ...models.conversion import TRAIN_AS_ONE
 from ...stream.window import Window, window_of
-from ..push.evaluation import ANOTHER_SIZE
+from ..messages import ANOTHER_SIZE
 
 _TO_COPY = torch.ops.aten._to_copy.default
 

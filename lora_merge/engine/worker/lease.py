@@ -3,20 +3,11 @@ stood still since that push paused it."""
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Collection
 
-from ..transport.liveness import alive, born, host_id
-
-SILENT_S = 60.0
-"""Seconds without a call, after which a trainer that cannot be looked up from here counts as dead."""
-
-_under_way: set[str] = set()
-"""Trainers of this process that are in a push."""
-os.register_at_fork(after_in_child=_under_way.clear)
+from ..lease import SILENT_S
+from ..transport.liveness import alive, host_id
 
 
 class LeaseLost(RuntimeError):
@@ -25,30 +16,6 @@ class LeaseLost(RuntimeError):
 
 class Stepped(RuntimeError):
     """An engine has generated in the middle of a push that had paused it."""
-
-
-@contextmanager
-def under_way(owner: str) -> Iterator[None]:
-    """Note that a push of this trainer goes on in this process while the block runs."""
-    _under_way.add(owner)
-    try:
-        yield
-    finally:
-        _under_way.discard(owner)
-
-
-def lease_of(owner: str, push: str) -> dict[str, Any]:
-    """What `Lease.take` takes, of a push of this process."""
-    pid = os.getpid()
-    return {
-        "owner": owner,
-        "host": host_id(),
-        "pid": pid,
-        "born": born(pid),
-        "push": push,
-        "at": time.monotonic_ns(),
-        "living": sorted(_under_way),
-    }
 
 
 class Lease:
