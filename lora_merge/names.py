@@ -84,10 +84,10 @@ def unwrapped(key: str) -> str:
 def check_module(model: Any) -> None:
     """Raise `InvalidInput` unless a model is a module."""
     if not isinstance(model, nn.Module):
-        told = repr(model)[:80] if isinstance(model, str) else f"a {type(model).__name__}"
+        got = repr(model)[:80] if isinstance(model, str) else f"a {type(model).__name__}"
         raise InvalidInput(
             "model must be a torch.nn.Module that holds its weights (a PeftModel, what from_pretrained returned), or "
-            f"the chunks of a megatron-core model where these are taken; got {told}"
+            f"the chunks of a megatron-core model where these are taken; got {got}"
         )
 
 

@@ -113,8 +113,8 @@ class Operands:
         """Return what gathers in each turn the factors that any rank lacks then, and where these come to lie, by id of
         the shard."""
         numbers, keys = {key: number for number, key in enumerate(named)}, list(named)
-        told = ranks.gather([sorted(numbers[key] for key in some) for some in lacking])
-        needed = [sorted(set().union(*some)) for some in zip(*told, strict=True)]
+        by_rank = ranks.gather([sorted(numbers[key] for key in some) for some in lacking])
+        needed = [sorted(set().union(*some)) for some in zip(*by_rank, strict=True)]
         wanted = {number: at for at, number in enumerate(sorted(set().union(*needed)))}
         tensors = [named[keys[number]] for number in wanted]
         in_turns = [[wanted[number] for number in some] for some in needed]

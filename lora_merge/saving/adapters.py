@@ -378,8 +378,8 @@ def assembled(
     parts = {source: adapters.part(source).shard for source in sources}
     dtypes = {base.tensors[name].dtype for name in entries}
     if len(dtypes) > 1:
-        told = ", ".join(sorted(map(str, dtypes)))
-        raise InvalidInput(f"{sources[0]}: its tensors in {base.folder} are {told}; expected one dtype")
+        listed = ", ".join(sorted(map(str, dtypes)))
+        raise InvalidInput(f"{sources[0]}: its tensors in {base.folder} are {listed}; expected one dtype")
     dtype = dtypes.pop()
     sizes = [prod(part.shape) for part in parts.values()]
     flat = torch.empty(sum(sizes), dtype=dtype, device="cpu")

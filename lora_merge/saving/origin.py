@@ -56,9 +56,9 @@ def origin_of(name: str, folder: Path, model: nn.Module, base: Checkpoint) -> Or
     if doubts or not trained_on or _same(trained_on, base.folder):
         return Origin(tuple(doubts), ())
     kind = base.config.get("model_type", "model of no named type")
-    told = f"{name} says that it was trained on {trained_on}; merged into {base.folder}, a {kind}"
+    note = f"{name} says that it was trained on {trained_on}; merged into {base.folder}, a {kind}"
     on_hub = _HUB.fullmatch(trained_on) and not Path(trained_on).is_dir()
-    return Origin((told,), ()) if on_hub and _cached_as(base.folder) else Origin((), (told,))
+    return Origin((note,), ()) if on_hub and _cached_as(base.folder) else Origin((), (note,))
 
 
 def _doubts(name: str, said: Mapping[str, Any], trained_on: str, model: nn.Module, base: Checkpoint) -> Iterator[str]:

@@ -223,9 +223,9 @@ def _part(
 ) -> Tensor:
     """Return a tensor of a quantisation state, 1-D."""
     if not isinstance(found, Tensor) or found.dtype != dtype or found.numel() < count or found.device != device:
-        told = f"{found.dtype} {list(found.shape)} on {found.device}" if isinstance(found, Tensor) else repr(found)
+        got = f"{found.dtype} {list(found.shape)} on {found.device}" if isinstance(found, Tensor) else repr(found)
         raise InvalidInput(
-            f"{name}: {what} of its quantisation state must be {dtype} of {count} elements on {device}, got {told}; "
+            f"{name}: {what} of its quantisation state must be {dtype} of {count} elements on {device}, got {got}; "
             "load the base again, and do not convert it (.half(), .to(dtype))"
         )
     return _flat(f"{name}: {what}", found)
