@@ -272,7 +272,7 @@ def named_tensors(
 
 
 def unsaved_buffers(model: nn.Module) -> Iterator[NamedTensor]:
-    """Buffers that are not persistent: no checkpoint has them."""
+    """Yield buffers that are not persistent: no checkpoint has them."""
     for name, module in walk(model):
         for key in module._non_persistent_buffers_set:
             buffer = module._buffers.get(key)

@@ -208,7 +208,6 @@ def _change(base: Tensor, exact: Tensor, rounded: Tensor) -> Change:
 
 
 def _replaced(delta: Delta, weight: Tensor, rounded: Tensor) -> Change:
-    """Return the change of a weight of which rows are replaced."""
     rest = torch.linalg.vector_norm(weight, dtype=torch.float64).square()
     found = Change()
     for rows in delta.rows:

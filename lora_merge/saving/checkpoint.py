@@ -143,7 +143,6 @@ class Checkpoint:
         return any(stored.file.name == name for stored in lying.values()) or not _names_in(path).isdisjoint(lying)
 
     def _lying(self) -> Mapping[str, Stored]:
-        """Return the tensors in its files."""
         return self.tensors
 
     @property
@@ -307,7 +306,6 @@ def _named(file: Path, index: Mapping[str, Any]) -> list[str]:
 
 
 def _there(folder: Path, names: list[str], index: Mapping[str, Any] | None) -> None:
-    """Raise unless the files of a checkpoint are all there."""
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise InvalidInput(

@@ -197,7 +197,6 @@ def _decodes_rows(cols: int, blocksize: int, quant_type: str) -> bool:
 
 
 def _decode(codes: Tensor, absmax: Tensor, blocksize: int, quant_type: str, shape: tuple[int, ...]) -> Tensor:
-    """Decode by bitsandbytes itself, to float32."""
     return torch.ops.bitsandbytes.dequantize_4bit(codes, absmax, blocksize, quant_type, shape, torch.float32)
 
 
