@@ -142,7 +142,7 @@ class Peft:
         }
 
     def _part(self, t: NamedTensor, delta: Delta | None, tied: str = "", plain: torch.dtype | None = None) -> Part:
-        """`plain`: of the model's weights that are not quantised."""
+        """Make the part of one name; `plain`: the dtype of the model's weights that are not quantised."""
         dtype = plain if t.attribute == "weight" and dtypeless(t.owner) else None
         if delta is not None:
             return Part(t.name, delta.weight, delta, True, tied, dtype)
