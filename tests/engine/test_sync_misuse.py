@@ -1,4 +1,4 @@
-"""An object that pushes belongs to its process and its engine."""
+"""What an object that pushes is not for: copies of it, and generating by other adapters."""
 
 from __future__ import annotations
 
@@ -18,3 +18,9 @@ def test_it_is_neither_copied_nor_pickled(call: Callable[[Any], object]) -> None
     sync = SglangSync(models.with_lora(models.qwen2), "http://127.0.0.1:9")
     with pytest.raises(InvalidInput, match=r"a SglangSync is neither copied nor pickled: .* make it there"):
         call(sync)
+
+
+def test_generate_sets_the_adapter_by_itself() -> None:
+    sync = SglangSync(models.with_lora(models.qwen2), "http://127.0.0.1:9")
+    with pytest.raises(InvalidInput, match=r"generate\(\) sets lora_path by itself; for another adapter"):
+        sync.generate("once", lora_path="mine")
