@@ -239,7 +239,8 @@ def names_in(base: Checkpoint, adapters: Sum) -> dict[str, Entry]:
     model's class does not know are left out: they are copied.
 
     Raises:
-        InvalidInput: an adapter changes a tensor that the base does not hold, or holds in another shape.
+        InvalidInput: an adapter changes a tensor that the base does not hold, holds in another shape, or under two
+            names.
     """
     entries, found = adapters.entries, dict[str, Entry]()
     model: Any = adapters.adapters[0].model
@@ -250,6 +251,12 @@ def names_in(base: Checkpoint, adapters: Sum) -> dict[str, Entry]:
         if entry is None:
             entry = by_source.get(renamed(name))
             # Only a parameter that is one tensor of the checkpoint can be told by its name alone.
+            if entry is not None and entry.meta.name in base.tensors and any(map(adapters.changes, entry.sources)):
+                raise InvalidInput(
+                    f"{base.folder}: {name} and {entry.meta.name} are two names of one weight, which {adapters.name} "
+                    "changes, and which of the two is loaded is not said: fetch the base again, or save it anew with "
+                    "transformers' save_pretrained"
+                )
             if entry is not None and (entry.meta.name in base.tensors or _count(entries, entry.sources) > 1):
                 entry = None
         if entry is not None:

@@ -26,11 +26,11 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-_OTHERS = (".h5", ".msgpack", ".gguf", ".ot", ".onnx", ".ckpt")
+_OTHERS = (".h5", ".msgpack", ".gguf", ".ot", ".onnx", ".onnx_data", ".ckpt", ".tflite", ".pdparams")
 """Endings of files that hold weights in other formats; they are not taken along."""
 _MODELS = re.compile(
-    r"(model|pytorch_model|diffusion_pytorch_model|consolidated|adapter_model|flax_model|tf_model|optimi[sz]er|scheduler|"
-    r"scaler|rng_state|training_args|random_states)([-_.].*)?\.(safetensors|bin|pt|pth|npz)"
+    r"(model|pytorch_model|openvino_\w+|diffusion_pytorch_model|consolidated|adapter_model|flax_model|tf_model|optimi[sz]er|"
+    r"scheduler|scaler|rng_state|training_args|random_states)([-_.].*)?\.(safetensors|bin|xml|pt|pth|npz)"
 )
 """How transformers names weights, Llama's and Mistral's authors theirs, and trainers what they keep."""
 _TENSORS = (".safetensors", ".bin", ".pt", ".pth")

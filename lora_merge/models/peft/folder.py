@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import re
 import sys
 import warnings
 from collections.abc import Mapping
@@ -84,6 +85,7 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
             "adapter again"
         ) from error
     _check_known(folder, said, config)
+    _check_patterns(folder, said)
     named = base if base is not None else config.base_model_name_or_path
     if not named:
         raise InvalidInput(f"{folder / CONFIG} names no base model: pass base=, the engine's model")
@@ -243,6 +245,20 @@ def elsewhere(folder: Path) -> str:
     folder down."""
     found = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
     return f"; there is one in {folder / found[0]}" if found else ""
+
+
+def _check_patterns(folder: Path, said: Mapping[str, Any]) -> None:
+    """Refuse names of modules that PEFT reads as regular expressions, and that are none."""
+    for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
+        found = said.get(key)
+        for pattern in [found] if isinstance(found, str) else found if isinstance(found, Mapping) else ():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise InvalidInput(
+                    f"{folder / CONFIG} says {key}={pattern!r}, which is no regular expression ({error}): correct it "
+                    "there, or save the adapter again"
+                ) from error
 
 
 def _check_known(folder: Path, said: Mapping[str, Any], config: Any) -> None:
