@@ -174,7 +174,8 @@ class Change:
 
 
 def change_of(delta: Delta, dtype: torch.dtype, rounding: str = "nearest", seed: int | None = None) -> Change:
-    """What a delta changes of its weight, which is whole and has values, in float64, a block of rows at a time."""
+    """Return what a delta changes of its weight, which is whole and has values, in float64, a block of rows at a
+    time."""
     if not delta.weight.whole:
         raise InvalidInput(f"{delta.name} is sharded: measure the rounding loss on a model that is whole on one device")
     weight = delta.weight.pieces[0].tensor
@@ -207,7 +208,7 @@ def _change(base: Tensor, exact: Tensor, rounded: Tensor) -> Change:
 
 
 def _replaced(delta: Delta, weight: Tensor, rounded: Tensor) -> Change:
-    """Of a weight of which rows are replaced."""
+    """Return the change of a weight of which rows are replaced."""
     rest = torch.linalg.vector_norm(weight, dtype=torch.float64).square()
     found = Change()
     for rows in delta.rows:

@@ -231,7 +231,7 @@ def _held_against(alone: Inspected, base: Checkpoint) -> Inspected:
 
 
 def _updates(base: Checkpoint, adapter: Sum, found: Mapping[str, Entry]) -> list[Update]:
-    """Of every parameter that the adapter adds to."""
+    """Return the update of every parameter that the adapter adds to."""
     groups: dict[tuple[str, ...], dict[str, Entry]] = {}
     for name, entry in found.items():
         groups.setdefault(entry.sources, {})[name] = entry
@@ -263,7 +263,7 @@ def _with(delta: Delta, weight: Tensor) -> Delta:
 
 
 def _misfits(alone: Inspected, base: Checkpoint) -> list[str]:
-    """Modules of which the base has no weight, or one of another size, as far as names and shapes tell."""
+    """Return modules of which the base has no weight, or one of another size, as far as names and shapes tell."""
     told = []
     for module in alone.modules:
         first = module.shapes.get("lora_A.weight")

@@ -81,14 +81,14 @@ def _doubts(name: str, said: Mapping[str, Any], trained_on: str, model: nn.Modul
 
 
 def _types(config: Mapping[str, Any]) -> set[str]:
-    """What a configuration calls its model, and the part that reads text."""
+    """Return what a configuration calls its model, and the part that reads text."""
     parts = [config, *(part for key in _TEXT if isinstance(part := config.get(key), dict))]
     parts += [part for one in parts[1:] for key in _TEXT if isinstance(part := one.get(key), dict)]
     return {str(kind) for part in parts if (kind := part.get("model_type"))}
 
 
 def _config(trained_on: str) -> dict[str, Any]:
-    """The configuration of a base that an adapter names, if it lies on this machine."""
+    """Return the configuration of a base that an adapter names, if it lies on this machine."""
     if not trained_on:
         return {}
     if Path(trained_on).is_dir():
@@ -112,7 +112,7 @@ def _said(file: Path) -> dict[str, Any]:
 
 
 def _card(file: Path) -> str:
-    """The base that a model card names."""
+    """Return the base that a model card names."""
     try:
         found = _CARD.match(file.read_text(encoding="utf-8")) if file.is_file() else None  # a pipe would be waited for
     except (OSError, ValueError):
@@ -121,13 +121,13 @@ def _card(file: Path) -> str:
 
 
 def _cached_as(folder: Path) -> str:
-    """The name on the hub of a folder in its cache; "" for other folders."""
+    """Return the name on the hub of a folder in its cache; "" for other folders."""
     found = [_CACHED.fullmatch(part) for part in (*folder.parts, *folder.resolve().parts)]
     return next((f"{one[1]}/{one[2]}" for one in found if one is not None), "")
 
 
 def _same(trained_on: str, base: Path) -> bool:
-    """Whether a base has the name that an adapter says, in whatever folder and format."""
+    """Return True if a base has the name that an adapter says, in whatever folder and format."""
     if Path(trained_on).is_dir() and Path(trained_on).resolve() == base.resolve():
         return True
     cached = _CACHED.search(trained_on)  # a folder in the hub's cache
@@ -137,7 +137,7 @@ def _same(trained_on: str, base: Path) -> bool:
 
 
 def _known(base: Path) -> str:
-    """How a base calls itself."""
+    """Return how a base calls itself."""
     return Path(str(_said(base / CONFIG).get("_name_or_path") or "")).name
 
 

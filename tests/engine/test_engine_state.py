@@ -312,7 +312,7 @@ def test_engines_elsewhere_hear_that_a_trainer_lives(monkeypatch: pytest.MonkeyP
             beats.begin([called, awaited, near])
         for far in (called, awaited):
             for _ in range(3):
-                assert await asyncio.to_thread(far.heard.get, timeout=10) == "claimed"
+                assert await asyncio.to_thread(far.heard.get, timeout=10) == "renew_lease"
         await beats.end()
         for far in (called, awaited):
             while not far.heard.empty():

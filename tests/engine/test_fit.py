@@ -264,7 +264,7 @@ def test_a_call_that_is_interrupted_comes_before_the_next_one() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "lora_merge.engine.control.calls.Look.__call__", lambda self: (_ for _ in ()).throw(KeyboardInterrupt)
+            "lora_merge.engine.control.calls.Liveness.__call__", lambda self: (_ for _ in ()).throw(KeyboardInterrupt)
         )
         with pytest.raises(KeyboardInterrupt):
             while_alive(slow, [])

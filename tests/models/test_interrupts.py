@@ -74,15 +74,17 @@ def test_an_engine_with_new_weights_forgets_what_it_cached_of_the_old_ones() -> 
     """Its workers had the adapter, and Ctrl-C came before its prefix cache was reset: answers were of both."""
     engine = Halted({0: NEW})
     asked = after_ctrl_c(engine, [Replica(0, engine, [engine.info(0)])])
-    assert asked == ["hello", "claimed", *["reset_prefix_cache", "label", "name_adapter"], "claimed", "resume", "end"]
-    assert not engine.still
-    engine = Halted({0: OLD})
-    assert after_ctrl_c(engine, [Replica(0, engine, [engine.info(0)])]) == [
+    assert asked == [
         "hello",
-        "claimed",
+        "renew_lease",
+        *["reset_prefix_cache", "label", "name_adapter"],
+        "renew_lease",
         "resume",
         "end",
     ]
+    assert not engine.still
+    engine = Halted({0: OLD})
+    assert after_ctrl_c(engine, [Replica(0, engine, [engine.info(0)])]) == ["hello", "renew_lease", "resume", "end"]
 
 
 @pytest.mark.parametrize("more", [{"forgets": False}, {"broken": "reset_prefix_cache"}, {"broken": "label"}])
@@ -157,7 +159,7 @@ class Worker:
         return nullcontext()
 
 
-@pytest.mark.parametrize("op", ["update", "receive", "pull", "adapter"])
+@pytest.mark.parametrize("op", ["receive_update", "receive", "pull", "receive_adapter"])
 def test_a_refused_call_leaves_the_transfer_of_the_next_push_alone(op: str) -> None:
     """It told the trainer not to wait for the worker: buckets that were being read got the next ones' bytes."""
     worker: Any = Worker()

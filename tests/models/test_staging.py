@@ -142,7 +142,7 @@ def test_memory(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> Non
         held = allocations.held()
         known = {p.untyped_storage()._cdata for p in model.parameters()}
         held -= sum(nbytes for key, (_, nbytes) in allocations.seen.items() if key in known)
-        assert held <= 2 * writer.capacity + 4 * adapters + writer._operands.held < size
+        assert held <= 2 * writer.capacity + 4 * adapters + writer.operands.held < size
     assert_nobody_holds_weights(model)
 
 

@@ -271,8 +271,8 @@ def test_stochastic_rounding_has_the_same_bits_both_ways(tmp_path: Path, monkeyp
 
 # where -> after how many times, whether the engine is dirty then
 PHASES = {
-    "blocked": (0, False),
-    "offer": (0, False),
+    "blocked_tensors": (0, False),
+    "map_source": (0, False),
     "pull": (0, True),
     "finish": (0, True),
     "commit": (0, True),
@@ -453,7 +453,7 @@ def shards(rank: int, folder: Path) -> None:
                 patch.setattr(PullBuilder, "stands", lambda *args: False)
                 patch.setattr(offer, "unreadable", lambda stream: "not to be read from now on")
                 for llm in llms:
-                    llm.collective_rpc("fail", args=("let_go", [1], 0))
+                    llm.collective_rpc("fail", args=("unmap_source", [1], 0))
                 with pytest.raises(PushRefused, match="injected into let_go"):  # on every rank
                     sync.push()
                 for llm in llms:

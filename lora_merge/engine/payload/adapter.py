@@ -93,7 +93,7 @@ class AdapterSource(BucketPayload):
 
     def transfer_op(self, terms: Terms, route: Route, comes: WireSpecs | None) -> WorkerOp | None:
         state = terms.state.to_json()
-        return WorkerOp("adapter", {"table": to_json(self.table), "rank": self.rank, "state": state})
+        return WorkerOp("receive_adapter", {"table": to_json(self.table), "rank": self.rank, "state": state})
 
 
 def _check_served(name: str, delta: Delta, entry: Entry) -> None:

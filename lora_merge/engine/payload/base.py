@@ -153,7 +153,7 @@ class WeightsPayload(Payload):
         return self._writer
 
     def begin_op(self, terms: Terms, route: Route) -> WorkerOp | None:
-        return WorkerOp("start", {"digest": self._writer.digest, "sent": bool(route.sent), **terms.begin})
+        return WorkerOp("begin_full", {"digest": self._writer.digest, "sent": bool(route.sent), **terms.begin})
 
     def transfer_op(self, terms: Terms, route: Route, comes: WireSpecs | None) -> WorkerOp | None:
         if not route.sent:  # the trainer writes everything by itself

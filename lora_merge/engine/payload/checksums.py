@@ -88,7 +88,7 @@ class Fingerprint:
                 for index, data in writer.filled(buffers, {}):
                     add_checksums(sums, writer.table[index], data)
                 buffers.clear()  # not needed again for long
-            writer.source = source
+            writer.adopt(source)
             lines = sorted(
                 (name, str(entry.meta.dtype), entry.meta.shape, sums[name])
                 for name, entry in writer.entries.items()

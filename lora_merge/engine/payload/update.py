@@ -185,7 +185,7 @@ class UpdatePayload(SidePayload):
     _served: Mapping[WorkerId, int] | None = None
 
     def transfer_op(self, terms: Terms, route: Route, comes: WireSpecs | None) -> WorkerOp | None:
-        return WorkerOp("update", {"digest": self.digest, "scalings": self.scalings, "comes": comes})
+        return WorkerOp("receive_update", {"digest": self.digest, "scalings": self.scalings, "comes": comes})
 
     def serves(self, served: Mapping[WorkerId, int] | None) -> bool:
         return self._factors is not None and served == self._served

@@ -113,7 +113,7 @@ class Trainer(TrainerRanks):
     ) -> dict[WorkerId, Mapping[str, Any]]:
         """Ask what each worker in another process exports, on every rank."""
         asked = [r for r in replicas if any((r.index, w) in away for w in range(len(r.workers)))]
-        answers = await self.ask(asked, "exports", digest=source.digest)
+        answers = await self.ask(asked, "export_memory", digest=source.digest)
         found = {(index, w): answer for index, workers in answers.items() for w, answer in enumerate(workers)}
         return {place: exports for place, exports in found.items() if place in away}
 

@@ -141,7 +141,7 @@ class CompatibilityCheck:
         }
         new = [r for r in replicas if any(found["same"] not in self._results for found in answers.get(r.index, ()))]
         answers |= await self._trainer.ask_own(
-            new, "examine", lambda: {"table": to_json(writer.table)}, digest=writer.digest, known=list(self._results)
+            new, "dry_run", lambda: {"table": to_json(writer.table)}, digest=writer.digest, known=list(self._results)
         )
         fresh = {w["same"]: DryRunAnswer.read(w) for found in answers.values() for w in found if "refused" in w}
         digests = {index: [(w["same"], w["at"]) for w in found] for index, found in answers.items()}

@@ -67,7 +67,7 @@ class AdapterNegotiator:
         if source.rank > limit:
             raise PushRefused(f"the adapter's rank {source.rank} is above the engine's max_lora_rank {limit}{_INSTEAD}")
 
-        answers = await self._trainer.ask_own(replicas, "adapter_modules", modules=source.modules)
+        answers = await self._trainer.ask_own(replicas, "unserved_modules", modules=source.modules)
         for replica in replicas:
             unserved = sorted({name for answer in answers.get(replica.index, ()) for name in answer["unserved"]})
             if unserved:
@@ -119,7 +119,7 @@ class UpdateNegotiator:
         update = await self._trainer.blocking(lambda: self._updates(weights, base, recipients))
         new = [r for r in replicas if any(update.digest not in worker.ready for worker in r.workers)]
         answers = await self._trainer.ask_own(
-            new, "examine_update", lambda: {"spec": update.spec}, digest=update.digest, base=base.digest
+            new, "check_update", lambda: {"spec": update.spec}, digest=update.digest, base=base.digest
         )
         for index, workers in answers.items():
             if problems := [problem for answer in workers for problem in answer["problems"]]:
@@ -177,7 +177,7 @@ class PullNegotiator:
     async def _let_go(self, replicas: Sequence[Replica]) -> None:
         """Have workers unmap what was offered. Where one fails, the next push asks again."""
         if self._trainer.offered:
-            await self._trainer.ask(replicas, "let_go", trainer=self._trainer.name)
+            await self._trainer.ask(replicas, "unmap_source", trainer=self._trainer.name)
             self._trainer.offered = False
 
     async def _offered(
@@ -219,7 +219,7 @@ class PullNegotiator:
 
     async def _blocked(self, stream: BucketWriter, replicas: Sequence[Replica]) -> set[str]:
         """Return the names of the tensors that some worker does not take as a box of a parameter, in their dtype."""
-        answers = await self._trainer.ask(replicas, "blocked", digest=stream.digest)
+        answers = await self._trainer.ask(replicas, "blocked_tensors", digest=stream.digest)
         return {name for workers in answers.values() for answer in workers for name in answer["blocked"]}
 
     async def _map(self, pull: PullSource, sources: Sequence[dict[str, Any]], replicas: Sequence[Replica]) -> str:
@@ -227,7 +227,7 @@ class PullNegotiator:
         message = pull.offer(self._trainer.name, sources)
         self._trainer.offered = True
         answers = await self._trainer.ask(
-            replicas, "offer", lambda: {"spec": pull.spec}, trainer=self._trainer.name, **message
+            replicas, "map_source", lambda: {"spec": pull.spec}, trainer=self._trainer.name, **message
         )
         pull.offered = message["digest"]
         whys = (f"engine {i}: {a['why']}" for i, workers in answers.items() for a in workers if a["why"])

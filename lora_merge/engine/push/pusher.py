@@ -139,9 +139,9 @@ class Pusher:
             #    the transfer. A failure leaves the engine with its old weights; step 4 resumes it.
             with report.timed("pause"):
                 await trainer.each(replicas, partial(self._sequence.pause, mode=mode, slept=slept))
-            # 3. Transfer: "start", then "receive", "pull", "adapter" or "update", at the end "merge" or "commit"
-            #    (transfer.py). A worker is dirty from its first write to its commit, and so is an engine that fails
-            #    there: it stays paused. The others go on.
+            # 3. Transfer (transfer.py): "begin_full", then "receive", "pull", "receive_adapter" or "receive_update", at
+            #    the end "merge" or "commit". A worker is dirty from its first write to its commit, and so is an engine
+            #    that fails there: it stays paused. The others go on.
             for one in transfers:
                 ends = one is last
                 run = TransferRun(
@@ -201,7 +201,7 @@ class Pusher:
                 # Map the weights of sleeping engines; the KV cache follows after the push.
                 await self._trainer.everywhere(self._trainer.all_own(replicas, self._wake))
                 replicas = await self._introduce(*known)
-            # "examine" and the like (compatibility.py, negotiators.py), where "hello" has not answered them.
+            # "dry_run" and the like (compatibility.py, negotiators.py), where "hello" has not answered them.
             transfers = await self._planner(replicas, report, verify, read[0])
             # "connect", where the channels of the push before do not serve.
             await self._connect(replicas, transfers, verify)

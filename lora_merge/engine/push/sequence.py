@@ -22,7 +22,7 @@ from .planner import Transfer
 from .replica import Replica
 
 PAUSES = ("keep", "wait", "abort")
-_ANY_TIME = frozenset({"note_pause", "claimed", "abort", "verified"})
+_ANY_TIME = frozenset({"note_pause", "renew_lease", "abort", "received_checksums"})
 """Operations that may run while the engine generates: before its pause, or when nothing more will come."""
 
 
@@ -44,7 +44,7 @@ class EngineSequence:
 
     async def beat(self, control: Control) -> None:
         """Tell workers that this trainer lives."""
-        call = self.make_call("claimed")
+        call = self.make_call("renew_lease")
         await control.rpc(*call.arguments, **call.options)
 
     def make_call(self, op: str, **message: Any) -> Call:
@@ -118,7 +118,7 @@ class EngineSequence:
         pause = self._pause_of(replica, switches)
         if replica.still_paused:
             replica.paused_by_us = True
-            replica.queued_calls = [self.make_call("claimed"), Call("pause", (pause,)), holders]
+            replica.queued_calls = [self.make_call("renew_lease"), Call("pause", (pause,)), holders]
         else:
             paused = Call("stands")
             # Noted before: a pause that times out here may still take effect there.
@@ -257,7 +257,7 @@ class EngineSequence:
                 calls.append(Call("resume"))
                 # A pause that timed out may take effect yet: the next push then knows that it is none of the user's.
                 notes["paused"] = bool(replica.error)
-        claimed = [self.make_call("claimed")] if calls else []  # they ask for no claim by themselves
+        claimed = [self.make_call("renew_lease")] if calls else []  # they ask for no claim by themselves
         await self.make(replica, [*claimed, *calls, self._end(**notes)])
 
     async def _stop(self, replica: Replica) -> None:
@@ -275,14 +275,14 @@ class EngineSequence:
     async def catch_up(self, replica: Replica, state: State, name: str) -> None:
         """After an interrupt, reset the caches of an engine that has the new weights, and tell it their name."""
         replica.queued_calls = []
-        calls = [self.make_call("claimed"), *self._resets(replica), *_names(name, state)]
+        calls = [self.make_call("renew_lease"), *self._resets(replica), *_names(name, state)]
         _check_reset(replica, (await self.make(replica, calls))[1])
 
     async def sleep_again(self, replica: Replica, level: int) -> None:
         """Put an engine that was asleep back to sleep."""
         if not level:
             return
-        await self.tell(replica, "claimed")
+        await self.tell(replica, "renew_lease")
         try:
             await replica.handle.sleep(level)
         finally:

@@ -127,7 +127,7 @@ class TransferRun:
     async def _check_arrived(self, replica: Replica, sent: Verified) -> None:
         """Raise `PushFailed` unless what came last is what was sent."""
         route = Route.of_buckets(sent)
-        for at, answer in enumerate(await self._sequence.tell(replica, "verified")):
+        for at, answer in enumerate(await self._sequence.tell(replica, "received_checksums")):
             taken = {slot.name for index in route.by({(replica.index, at)}) for slot in sent.table[index]}
             wrong = [name for name in taken if answer["checksums"].get(name) != sent.checksums[name]]
             wrong += answer["damaged"]

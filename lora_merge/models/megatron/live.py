@@ -59,7 +59,7 @@ class Megatron:
         self._off = ExitStack()
 
     def reshard(self) -> None:
-        """Megatron's parameters stay where they are."""
+        """Do nothing: Megatron's parameters stay where they are."""
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         for chunk in self._chunks.list:
@@ -153,7 +153,8 @@ class Megatron:
         return Conversion(None, "")
 
     def weights(self, deltas: Sequence[Delta]) -> dict[Address, Tensor]:
-        """Whole parameters (whose data may be moved inside the block), also where not all of their rows are adapted."""
+        """Return whole parameters (whose data may be moved inside the block), also where not all of their rows are
+        adapted."""
         if self._indices is not None:
             found = some(self.snapshot().parameters, self._indices.weights)
             return dict(zip(self._indices.addresses, found, strict=True))
@@ -186,13 +187,13 @@ class Megatron:
 
 
 def _larger(a: Any, b: Any) -> Any | None:
-    """The one of two process groups that contains the other, if it does."""
+    """Return the one of two process groups that contains the other, if it does."""
     ranks = {group: set(dist.get_process_group_ranks(group)) for group in (a, b)}
     return next((one for one, other in ((a, b), (b, a)) if ranks[one] >= ranks[other]), None)
 
 
 def _replica(groups: Groups, pg: ProcessGroups) -> Any:
-    """The process group of the smallest set of ranks around this one that holds a whole model.
+    """Return the process group of the smallest set of ranks around this one that holds a whole model.
 
     Of groups of 2 and of 3 ranks some contain one another and some do not, so no rank can tell by itself whether all
     do: where no size divides the other, the first time is collective over the world.
@@ -245,7 +246,7 @@ def _told(part: Part, numbers: dict[int, int]) -> _Told:
 
 
 def _elsewhere(thing: _Told, factors: dict[int, Shard], device: torch.device) -> Part:
-    """A part of which nothing is here."""
+    """Return a part of which nothing is here."""
 
     def half(told: _Half) -> Shard:
         number, shape, dtype = told

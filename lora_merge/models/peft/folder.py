@@ -27,7 +27,7 @@ from .beside import put, read_beside
 from .experts import as_laid_out_here, scale_as_trained
 from .files import CONFIG, TENSORS, file_of
 from .matching import advice, match
-from .read import _KINDS
+from .read import ADAPTER_TYPES
 from .tokens import TRAINED
 from .tying import tie_again
 
@@ -53,7 +53,7 @@ _WIDEST = (
 
 
 def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype, *, values: bool = False) -> nn.Module:
-    """The adapter in a folder, on its base, as PEFT loads it: a `PeftModel` on the CPU.
+    """Read the adapter in a folder onto its base, as PEFT loads it: a `PeftModel` on the CPU.
 
     Args:
         folder: as `save_pretrained` of a `PeftModel` wrote it.
@@ -218,12 +218,12 @@ def _mark_whole(folder: Path, model: nn.Module, saved: set[str], bias: str) -> N
 
 
 def needs_values(folder: str | Path) -> bool:
-    """Whether what the adapter adds depends on the base's weights: DoRA's factors of rows do."""
+    """Return True if what the adapter adds depends on the base's weights: DoRA's factors of rows do."""
     return bool(_said(Path(folder)).get("use_dora"))
 
 
 def _said(folder: Path) -> dict[str, Any]:
-    """What an adapter's configuration says."""
+    """Return what an adapter's configuration says."""
     if not (folder / CONFIG).is_file():
         raise InvalidInput(
             f"{folder} holds no adapter of PEFT's: expected {CONFIG} there, as save_pretrained writes it"
@@ -239,7 +239,8 @@ def _said(folder: Path) -> dict[str, Any]:
 
 
 def elsewhere(folder: Path) -> str:
-    """Where a folder that holds no adapter has one: PEFT saves those of another name than "default" one folder down."""
+    """Return where a folder that holds no adapter has one: PEFT saves adapters of another name than "default" one
+    folder down."""
     found = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
     return f"; there is one in {folder / found[0]}" if found else ""
 
@@ -258,7 +259,7 @@ def _check_known(folder: Path, said: Mapping[str, Any], config: Any) -> None:
 def _check_kind(folder: Path, said: Mapping[str, Any]) -> None:
     """Refuse, by what its configuration says, what no weight of its base can express."""
     kind = str(said.get("peft_type"))
-    if kind not in _KINDS:
+    if kind not in ADAPTER_TYPES:
         raise UnsupportedAdapter(
             f"{folder}: an adapter of type {kind}; only LoRA adapters and trainable tokens can be merged here"
         )
@@ -292,7 +293,7 @@ def _other_base(begun: str) -> str:
 
 
 def _base(name: str, dtype: torch.dtype, values: bool, given: bool) -> nn.Module:
-    """The base model, of the class that wrote its checkpoint."""
+    """Return the base model, of the class that wrote its checkpoint."""
     import transformers
 
     try:
@@ -316,8 +317,8 @@ def _base(name: str, dtype: torch.dtype, values: bool, given: bool) -> nn.Module
 
 
 def _class_of(config: Any) -> Any:
-    """The class that wrote a base; where its config names one that transformers does not have (as Qwen2.5-Omni's does),
-    transformers' own for such a config, the widest first."""
+    """Return the class that wrote a base; where its config names one that transformers does not have (as Qwen2.5-Omni's
+    does), transformers' own for such a config, the widest first."""
     import transformers
 
     written = next(iter(getattr(config, "architectures", None) or ()), "")
@@ -331,7 +332,7 @@ def _class_of(config: Any) -> Any:
 
 
 def _placed(model: nn.Module) -> nn.Module:
-    """A model on the meta device -> the same on the CPU, in memory that nobody has touched."""
+    """Move a model from the meta device to the CPU, into memory that nobody has touched."""
     found: dict[int, Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         found.setdefault(id(tensor), tensor)
