@@ -62,23 +62,14 @@ class LoadPlanner(Planner):
         self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: BucketWriter | None
     ) -> list[Transfer]:
         for replica in replicas:
-            if replica.state.kind not in ("nothing", "dirty") and replica.state.base != OWN:
-                raise PushRefused(
-                    f"engine {replica.index} holds {replica.state}, which a trainer pushed over the checkpoint that it "
-                    "was started from, and an adapter is loaded onto that: push it from a trainer, or start the engine "
-                    "anew"
-                )
-            if layer := next((w.quantised for w in replica.workers if w.quantised), ""):
-                raise PushRefused(
-                    f"engine {replica.index} was started on a checkpoint that is quantised ({layer}), and an adapter "
-                    "is merged onto what that was quantised from, which the engine does not hold: push from a trainer "
-                    "that does (VllmSync), or start the engine on the unquantised checkpoint and let vLLM quantise it"
-                )
+            if why := _not_loadable(replica):
+                raise PushRefused(f"engine {replica.index} {why}")
         dtypes = {worker.dtype for replica in replicas for worker in replica.workers}
         if len(dtypes) > 1:
             raise PushRefused(
                 f"the engines compute in {' and '.join(sorted(dtypes))}: load the adapter into each by itself"
             )
+        # Read the adapter, and find out what it changes in the base.
         files = stamps(_files(self._folder))
         model = await self._trainer.blocking(lambda: _read(self._folder, self._base, dtype_of(dtypes.pop())))
         if differs := difference(files, stamps(_files(self._folder))):
@@ -102,8 +93,8 @@ class LoadPlanner(Planner):
         update.device = self._device
         report.merge = "engine"
         report.left_out = tuple(sorted(bare.left_out))
-        # Asked of all workers: what they keep of the checkpoint may have been written to since. Those of an engine that
-        # has not lost it then have what merging takes of it.
+        # Engines that still hold their checkpoint take the update at once; others read the checkpoint again before.
+        # All workers are asked, as what they keep of it may have been written to since.
         whole = [replica for replica in replicas if replica.state.kind != "dirty"]
         answers = await self._trainer.ask(
             whole, "adopt_checkpoint", trainer=self._trainer.name, digest=base.digest, update=update.digest
@@ -117,12 +108,8 @@ class LoadPlanner(Planner):
             for kind, name in (("base", ""), ("merged", self._name))
         )
         message = {"digest": base.digest, "update": update.digest, "state": before.to_json()}
-        transfers = [Transfer(after, update, replicas, Route.of_buckets(update))]
-        return (
-            [Transfer(before, LocalOp("reload_checkpoint", message, writes=True), lost), *transfers]
-            if lost
-            else transfers
-        )
+        reload = Transfer(before, LocalOp("reload_checkpoint", message, writes=True), lost)
+        return [*([reload] if lost else []), Transfer(after, update, replicas, Route.of_buckets(update))]
 
 
 class UnloadPlanner(Planner):
@@ -144,6 +131,22 @@ class UnloadPlanner(Planner):
         report.merge = "engine"
         state = State("base", report.version, OWN, trainer=self._trainer.name)
         return [Transfer(state, LocalOp("unload", {}, writes=False, merges=True), replicas)]
+
+
+def _not_loadable(replica: Replica) -> str:
+    """Return why nothing can be loaded into an engine, and what to do; "" where it can."""
+    if replica.state.kind not in ("nothing", "dirty") and replica.state.base != OWN:
+        return (
+            f"holds {replica.state}, which a trainer pushed over the checkpoint that it was started from, and an "
+            "adapter is loaded onto that: push it from a trainer, or start the engine anew"
+        )
+    if layer := next((worker.quantised for worker in replica.workers if worker.quantised), ""):
+        return (
+            f"was started on a checkpoint that is quantised ({layer}), and an adapter is merged onto what that was "
+            "quantised from, which the engine does not hold: push from a trainer that does (VllmSync), or start the "
+            "engine on the unquantised checkpoint and let vLLM quantise it"
+        )
+    return ""
 
 
 def _not_unloadable(replica: Replica) -> str:

@@ -38,31 +38,14 @@ class SharedExperts:
 
 @dataclass(slots=True, kw_only=True)
 class WorkerInfo:
-    """What a worker answers to `hello`: what it is, what it holds, and what it can serve.
+    """What a worker answers to `hello`: what it is, what it holds, and what it can serve."""
 
-    Args:
-        host, pid, device, cumem: as of `introduction` (transport/routing.py).
-        rank, world, launcher, unfit, dtype, lora, connector, multimodal, quantised, calibrated, shares, computing: as
-            of `Worker.about` (worker/rpc.py).
-        name: of the worker, which no other one has.
-        tied: whether it ties the head to the embedding.
-        busy: who else is in the middle of a push, in words; "" for nobody.
-        asleep: the sleep level of its weights; 0 if they are awake.
-        paused: whether a push that failed, or whose trainer died, has left the engine paused.
-        waking: whether a failed push woke its weights but not its KV cache.
-        served: the kind of state with which requests in flight began.
-        session: of its channel; None where none is open.
-        state: what it holds.
-        fits: of the streams that were asked for and are known there, by digest: the digests `same` of what its dry run
-            found, and `at` of where it has what the stream fills.
-        base: fingerprint of the base that it can merge updates onto; "" for none.
-        ready: digests of the updates, and pulls, that were asked for and can be taken.
-        no_adapters, no_media: as of `Control.adapters` and `Control.media`; noted by the trainer.
-    """
-
+    # As of `introduction` (transport/routing.py).
     host: str
     pid: int
     device: str
+    cumem: str = ""
+    # As of `Worker.about` (worker/rpc.py). Not every engine has those with a default.
     rank: int
     world: int
     launcher: bool
@@ -71,24 +54,26 @@ class WorkerInfo:
     lora: LoraLimits | None
     connector: str
     multimodal: bool
-    tied: bool
-    busy: str
-    asleep: int
-    paused: bool
-    waking: bool
-    served: str
-    session: str | None
-    state: State
-    fits: Mapping[str, Mapping[str, str]]
-    base: str
-    ready: Sequence[str]
-    # What some engines leave out.
-    cumem: str = ""
-    name: str = ""
     quantised: str = ""
     calibrated: str = ""
     shares: SharedExperts | None = None
     computing: Mapping[str, Any] = field(default_factory=dict)
+    # What is kept in the worker.
+    name: str = ""  # which no other worker has
+    state: State
+    served: str  # kind of the state with which requests in flight began
+    tied: bool  # whether it ties the head to the embedding
+    busy: str  # who else is in the middle of a push, in words
+    paused: bool  # whether a push that failed, or whose trainer died, has left the engine paused
+    asleep: int  # sleep level of the weights; 0: awake
+    waking: bool  # whether a failed push woke the weights, but not the KV cache
+    session: str | None  # of the open channel
+    base: str  # fingerprint of the base that it can merge updates onto; "": none
+    # Of what was asked for by digest: of streams that are known there, the digests `same` of the dry run and `at` of
+    # where the engine has what the stream fills; and which updates and pulls it is ready for.
+    fits: Mapping[str, Mapping[str, str]]
+    ready: Sequence[str]
+    # As of `Control.adapters` and `Control.media`; noted by the trainer.
     no_adapters: str | None = None
     no_media: str | None = None
 
@@ -99,11 +84,11 @@ class WorkerInfo:
         Raises:
             PushRefused: a key is missing.
         """
-        worker = f"worker {answer.get('rank', '(of no rank)')}"
-        info = _read(cls, answer, worker)
-        info.state = _read(State, answer["state"], worker)
-        info.lora = _read(LoraLimits, answer["lora"], worker) if answer["lora"] else None
-        info.shares = _read(SharedExperts, answer["shares"], worker) if answer.get("shares") else None
+        rank = answer.get("rank")
+        info = _read(cls, answer, rank)
+        info.state = _read(State, answer["state"], rank)
+        info.lora = _read(LoraLimits, answer["lora"], rank) if answer["lora"] else None
+        info.shares = _read(SharedExperts, answer["shares"], rank) if answer.get("shares") else None
         return info
 
     @property
@@ -114,35 +99,26 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunAnswer:
-    """What a worker's dry run of a stream found, as it answers to `examine`.
+    """What a worker's dry run of a stream found, as it answers to `examine`."""
 
-    Args:
-        refused: name -> why, of the tensors that it does not take.
-        ignored: names of the tensors that fill nothing.
-        absent: those among them for parts of the model that the engine was started without.
-        missing: parameters that nothing would fill.
-        partial: name -> elements that it takes, of the tensors of which it leaves some.
-        dtypes: name -> dtype of the tensors that it takes, as it holds them.
-    """
-
-    refused: Mapping[str, str]
-    ignored: Sequence[str]
-    absent: Sequence[str]
-    missing: Sequence[str]
-    partial: Mapping[str, int]
-    dtypes: Mapping[str, str]
+    refused: Mapping[str, str]  # tensors that it does not take -> why
+    ignored: Sequence[str]  # tensors that fill nothing
+    absent: Sequence[str]  # those among them for parts of the model that the engine was started without
+    missing: Sequence[str]  # parameters that nothing would fill
+    partial: Mapping[str, int]  # tensors of which it leaves some -> elements that it takes
+    dtypes: Mapping[str, str]  # tensors that it takes -> dtype in which it holds them
 
     @classmethod
     def read(cls, answer: Mapping[str, Any]) -> DryRunAnswer:
         """Make one of a worker's JSON answer; see `WorkerInfo.read`."""
-        return _read(cls, answer, f"worker {answer.get('rank', '(of no rank)')}")
+        return _read(cls, answer, answer.get("rank"))
 
 
-def _read(kind: Callable[..., _T], answer: Mapping[str, Any], worker: str) -> _T:
+def _read(kind: Callable[..., _T], answer: Mapping[str, Any], rank: int | None) -> _T:
     required, optional = _keys(kind)
     if lacking := [key for key in required if key not in answer]:
         raise PushRefused(
-            f"{worker} does not say {lacking[0]!r}: the lora_merge where the engine runs is another one than the "
+            f"worker {rank} does not say {lacking[0]!r}: the lora_merge where the engine runs is another one than the "
             "trainer's. Install the same version in both, and start the engine anew"
         )
     return kind(**{key: answer[key] for key in (*required, *optional) if key in answer})

@@ -450,7 +450,7 @@ def shards(rank: int, folder: Path) -> None:
             for llm in llms:
                 check_answers(llm, sync, again, 12e-6, True)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(PullBuilder, "stands", lambda *args: False)
+                patch.setattr(PullBuilder, "serves", lambda *args: False)
                 patch.setattr(offer, "unreadable", lambda stream: "not to be read from now on")
                 for llm in llms:
                     llm.collective_rpc("fail", args=("unmap_source", [1], 0))

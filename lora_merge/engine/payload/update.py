@@ -73,6 +73,7 @@ class SidePayload(BucketPayload):
         self._adapted, self.whole = adapted, whole
         parts = adapted.source.parts
         self.whole_names = frozenset(() if whole is None else whole.entries)
+        # Number the deltas; tensors of one parameter share one.
         numbers: dict[int, int] = {}
         deltas: list[Delta] = []
         self._parts: list[str] = []
@@ -83,6 +84,7 @@ class SidePayload(BucketPayload):
                 self._parts.append(straight[name].sources[0])
         self.scalings = [[f.scaling for f in delta.factors] for delta in deltas]
         self._fresh = False
+        # Who takes what of them, and which factors workers read where they lie: these go in no bucket.
         windows = ((name, numbers[id(delta)], _box(straight[name])) for name, delta in merged.items())
         self._shares = shares_of(deltas, windows, recipients)
         self._factors: GatheredFactors | None = None
@@ -91,6 +93,7 @@ class SidePayload(BucketPayload):
         if read is not None:
             found = read(self._gathered().tensors)
             there = [meta.name for _, meta in known if meta.name in found]
+        # Lay out the others, in buckets of their own for each set of workers.
         groups: dict[frozenset[WorkerId] | None, list[Meta]] = {}
         for them, meta in known:
             if meta.name not in there:

@@ -21,7 +21,7 @@ from ..transport.rendezvous import interface
 from ..transport.routing import Route, WorkerId, assign, clash, introduction
 from ..transport.sender import Sender
 from .ranks import Ended, TrainerRanks
-from .replica import Replica
+from .replica import Replica, workers_of
 
 
 class Step(Protocol):
@@ -90,7 +90,7 @@ class Trainer(TrainerRanks):
         trainers = await self.gather(self.introduced(source))
         serving = assign(trainers, _introductions(replicas))
         away = {(replicas[r].index, w): rank for (r, w), (rank, kind) in serving.items() if kind != "local"}
-        workers = {(r.index, w): worker for r in replicas for w, worker in enumerate(r.workers)}
+        workers = workers_of(replicas)
         found = await self._exports(source, replicas, away)
         direct, made = self._direct(trainers, workers, away, found), dict[WorkerId, MappedMemory]()
         failed = ""
@@ -171,7 +171,8 @@ class Trainer(TrainerRanks):
         Raises:
             PushRefused: some engine cannot be reached; no channel is left open.
         """
-        open_ = {(r.index, w): worker.session for r in replicas for w, worker in enumerate(r.workers)}
+        workers = workers_of(replicas)
+        open_ = {place: worker.session for place, worker in workers.items()}
         separate = separate and sent
         enough = not sent or (self._nbytes >= nbytes and all(kind != "write" for _, kind in self._places.values()))
         if open_ == self._sessions and enough and separate == self._separate:
@@ -185,12 +186,7 @@ class Trainer(TrainerRanks):
         if why := clash(trainers[0], _introductions(replicas), {at: kind for at, (_, kind) in places.items()}):
             raise PushRefused(f"no channel to the engine: {why}")
         try:
-            hosts = {
-                (r.index, w): worker.host
-                for r in replicas
-                for w, worker in enumerate(r.workers)
-                if places[r.index, w][1] in ("nccl", "tcp")
-            }
+            hosts = {at: worker.host for at, worker in workers.items() if places[at][1] in ("nccl", "tcp")}
             made = await self.everywhere(self._make_senders(places, size, device, hosts))
         except Exception:
             await self.close_channels()

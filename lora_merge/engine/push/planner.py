@@ -191,11 +191,9 @@ class PushPlanner(Planner):
             for kind in ("base", "merged" if adapter is None else "adapter")
         )
         transfers = [Transfer(after, source, replicas, Route.of_buckets(source))]
-        return (
-            [await self._full(bare, self._base, base, without, report, verify, changed), *transfers]
-            if without
-            else transfers
-        )
+        if without:
+            transfers.insert(0, await self._full(bare, self._base, base, without, report, verify, changed))
+        return transfers
 
     def _of_frozen(self, base: BucketWriter, verify: bool) -> str:
         """Return the fingerprint of a base that is not trained. Collective over the ranks of the model.

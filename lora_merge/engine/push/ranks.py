@@ -137,10 +137,8 @@ class TrainerRanks:
         Args:
             failed: also of replicas that have failed.
         """
-        own = [r for r in replicas if r.control is not None and (failed or not r.error)]
-        for replica, error in zip(own, await side_by_side([r.handle for r in own], step, own), strict=True):
-            if error is not None:
-                replica.error = replica.error or error_text(error)
+        for replica, error in await self._run([r for r in replicas if failed or not r.error], step):
+            replica.error = replica.error or error_text(error)
 
     async def all_own(self, replicas: Sequence[Replica], step: Callable[[Replica], Coroutine[Any, Any, Any]]) -> None:
         """Run a step of every replica whose handle is here, side by side.
@@ -148,12 +146,18 @@ class TrainerRanks:
         Raises:
             the first one's error, when all have ended.
         """
-        own = [r for r in replicas if r.control is not None]
-        for replica, error in zip(own, await side_by_side([r.handle for r in own], step, own), strict=True):
+        for replica, error in await self._run(replicas, step):
             if isinstance(error, LoraMergeError):
                 raise error
-            if error is not None:
-                raise PushRefused(f"engine {replica.index}: {error_text(error)}") from error
+            raise PushRefused(f"engine {replica.index}: {error_text(error)}") from error
+
+    async def _run(
+        self, replicas: Sequence[Replica], step: Callable[[Replica], Coroutine[Any, Any, Any]]
+    ) -> list[tuple[Replica, BaseException]]:
+        """Run a step of every replica whose handle is here; return the errors."""
+        own = [r for r in replicas if r.control is not None]
+        errors = await side_by_side([r.handle for r in own], step, own)
+        return [(replica, error) for replica, error in zip(own, errors, strict=True) if error is not None]
 
     async def ask_own(
         self, replicas: Sequence[Replica], op: str, in_full: Callable[[], Mapping[str, Any]] = dict, **message: Any

@@ -12,6 +12,7 @@ from ...errors import InvalidInput, PushFailed, PushRefused
 from ..control.base import Call, Control
 from ..messages import SharedExperts, WorkerInfo
 from ..state import State, change
+from ..transport.routing import WorkerId
 
 ONE_ENGINE = (
     "several data-parallel engines behind one handle, of which only the first one's answers come back: give a "
@@ -200,6 +201,11 @@ class Replica:
                 )
 
 
+def workers_of(replicas: Sequence[Replica]) -> dict[WorkerId, WorkerInfo]:
+    """Return all workers, by replica and position in it."""
+    return {(replica.index, w): worker for replica in replicas for w, worker in enumerate(replica.workers)}
+
+
 def engines_of(replicas: Sequence[Replica]) -> list[list[Replica]]:
     """Group replicas by what computes together: one group each, except where data-parallel engines share their experts,
     and under vLLM's "external_launcher", where each worker of an engine is a trainer rank with a handle of its own."""
@@ -270,33 +276,38 @@ def failure(
         healing: what becomes of dirty ones.
         brought: by index, what engines hold that could not resume after they got everything.
     """
-    brought = brought or {}
-    failed = [replica for replica in replicas if replica.error and not replica.resumed]
-    stuck = [r for r in failed if r.index in brought]
-    late = [f"engine {r.index} holds {brought[r.index]}, but going on with it failed: {r.error}" for r in stuck]
-    gone = [r for r in failed if r.index not in brought and r.lost and r.begun]
-    taken = [f"engine {r.index} is another trainer's by now: {r.error}" for r in gone]
-    broken = [r for r in failed if r.index not in brought and r not in gone]
-    silent = [
-        f"engine {r.index} does not answer any more, and {'what it holds' if r.begun else 'whether it goes on'} is not "
-        f"known: {r.error}"
-        for r in broken
-        if r.error.startswith(SILENT)
-    ]
-    broken = [r for r in broken if not r.error.startswith(SILENT)]
-    dirty = [f"engine {r.index} is dirty: {r.error}" for r in broken if r.begun]
-    left = "was not changed by this push"  # but perhaps by another one
-    as_before = [
-        f"engine {r.index} {left if r.lost else 'holds what it held before'}: {r.error}" for r in broken if not r.begun
-    ]
-    valid = [f"engine {r.index} is valid" for r in replicas if not r.error]
-    valid += [f"engine {r.index} holds what was pushed, but: {r.error}" for r in replicas if r.error and r.resumed]
-    text = "; ".join(dirty + silent + late + taken + as_before + valid)
-    if not dirty and not silent and not late and not taken and not valid:
+    kinds = ("dirty", "silent", "stuck", "taken", "as before", "valid", "resumed")
+    said: dict[str, list[str]] = {kind: [] for kind in kinds}
+    for replica in replicas:
+        kind, words = _outcome(replica, (brought or {}).get(replica.index))
+        said[kind].append(f"engine {replica.index} {words}")
+    text = "; ".join(line for lines in said.values() for line in lines)
+    if all(kind == "as before" or not lines for kind, lines in said.items()):
         return PushRefused(f"{text}. Nothing was sent; push again")
-    advice = [f"Dirty engines stay paused; {healing}"] if dirty else []
-    advice += ["Start an engine that has died anew, and push again"] if silent else [] if dirty else ["Push again"]
-    return PushFailed(f"{text}{' ' if text.endswith('?') else '. '}{'. '.join(advice)}")
+    advice = [f"Dirty engines stay paused; {healing}"] if said["dirty"] else []
+    if said["silent"]:
+        advice.append("Start an engine that has died anew, and push again")
+    return PushFailed(f"{text}{' ' if text.endswith('?') else '. '}{'. '.join(advice or ['Push again'])}")
+
+
+def _outcome(replica: Replica, brought: State | None) -> tuple[str, str]:
+    """Return what became of an engine, as a kind and in words."""
+    error = replica.error
+    if not error:
+        return "valid", "is valid"
+    if replica.resumed:
+        return "resumed", f"holds what was pushed, but: {error}"
+    if brought is not None:
+        return "stuck", f"holds {brought}, but going on with it failed: {error}"
+    if replica.lost and replica.begun:
+        return "taken", f"is another trainer's by now: {error}"
+    if error.startswith(SILENT):
+        unknown = "what it holds" if replica.begun else "whether it goes on"
+        return "silent", f"does not answer any more, and {unknown} is not known: {error}"
+    if replica.begun:
+        return "dirty", f"is dirty: {error}"
+    left = "was not changed by this push" if replica.lost else "holds what it held before"  # another one may change it
+    return "as before", f"{left}: {error}"
 
 
 def check_handle(index: int, control: Control, before: Sequence[Control] = ()) -> None:
