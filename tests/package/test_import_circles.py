@@ -39,10 +39,7 @@ def imported(path: Path, name: str, modules: Mapping[str, Path]) -> Iterator[str
 @pytest.fixture(scope="module")
 def graph() -> Graph:
     modules = {module_name(path): path for path in PACKAGE.rglob("*.py") if not path.is_relative_to(NOT_IMPORTED)}
-    return {
-        name: {other for other in imported(path, name, modules) if other != name}
-        for name, path in modules.items()
-    }
+    return {name: {other for other in imported(path, name, modules) if other != name} for name, path in modules.items()}
 
 
 def test_no_files_import_each_other_in_a_circle(graph: Graph) -> None:
