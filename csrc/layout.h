@@ -93,9 +93,6 @@ constexpr int kTrackRemerge = 2;
 constexpr int64_t kSecondArena = 4611686018427387904;
 constexpr int kWatchAdd = 4;
 constexpr int kWatchTensors = 2;
-constexpr int kWatchGive = 1;
-constexpr int kWatchDone = 0;
-constexpr int kWatchAgain = 1;
 
 namespace operators {
 struct Placed { const Segment* table; int64_t segments; bool on_device; const int32_t* unit_segment; int64_t n_unit_segment; auto all() { return std::tie(table, segments, on_device, unit_segment, n_unit_segment); } };
@@ -134,6 +131,6 @@ void track_hopper(Placed placed, int32_t* counter, int64_t dtype, int64_t adapte
 #define LORA_MERGE_OPERATORS(X) X(layout_hash) X(cuda_architectures) X(cpu_isas) X(use_threads) X(launch_cpu) X(row_norms_cpu) X(tracked_sizes_cpu) X(track_cpu) X(untrack_cpu) X(retrack_cpu) X(merge_shape) X(accepts_shape) X(hopper_tiles) X(accepts_tiles)
 #define LORA_MERGE_CUDA_OPERATORS(X) X(cuda_problem) X(launch_cuda) X(scale_cuda) X(launch_hopper) X(launch_hopper_scaled) X(tensor_maps) X(split_adapters) X(row_norms_cuda) X(track_cuda) X(track_hopper)
 
-constexpr const char* kLayoutHash = "c64acba29259c7e9";
+constexpr const char* kLayoutHash = "9d362d22237fdb58";
 
 }  // namespace lora_merge

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from itertools import compress, count
 from math import prod
 from operator import attrgetter, ne
@@ -249,7 +250,7 @@ class _Restore:
                 self._model.on()
                 found[:] = [(self._moved(), self._owners.lost(), self._owners.cut_off())]
 
-        aside = _Once(look)
+        aside = cache(look)  # a merge may call it while the device works
         for merge in self.merges:
             with noted(self._errors):
                 merge.unmerge(aside)
@@ -342,18 +343,6 @@ class _Restore:
         bases = [m.clone() if m.untyped_storage().data_ptr() in written else m for _, m in pairs]
         for (weight, _), base in zip(pairs, bases, strict=True):
             copy_bits(weight, base)
-
-
-class _Once:
-    """Work that is done when it is first called."""
-
-    def __init__(self, work: Callable[[], object]) -> None:
-        self._work, self._done = work, False
-
-    def __call__(self) -> None:
-        if not self._done:
-            self._work()
-            self._done = True
 
 
 def _merges_for(

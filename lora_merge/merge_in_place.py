@@ -15,7 +15,7 @@ from .kernels.replaced import ReplacedRows
 from .kernels.segments import raw
 from .kernels.tracked.plan import TrackedPlan
 from .models.delta import Delta, Job, whole_job
-from .models.operands import MergePlan, Operands, Turn
+from .models.operands import Operands, Turn, merge_plan
 from .shards import cut
 from .shards.exchange import Exchange
 from .shards.ranks import Ranks, noted
@@ -39,7 +39,7 @@ class InPlaceMerge:
         segments = [segment for job in here for segment in self._operands.segments(job)]
         self._tracked = TrackedPlan([segment for segment in segments if segment.rank])
         self._replaced = ReplacedRows([segment for segment in segments if not segment.rank])
-        self._apart = MergePlan([job for job in jobs if job.source is not job.destination], self._operands)
+        self._apart = merge_plan([job for job in jobs if job.source is not job.destination], self._operands)
         self._device, self._narrow = device, any(job.source.dtype == NARROW for job in here)
         self._rows = {job.delta.name for job in here if job.delta.magnitude is not None}
 
@@ -74,7 +74,7 @@ class InPlaceMerge:
             mine = ((names.get(w.data_ptr(), "a weight"), w) for w in weights if w.device == self._device)
             results = ((name, w, name in self._rows) for name, w in mine)
             check_in_place(results, lambda: self.unmerge(kernels.idle), in_place)
-        run_in_range(self._apart.plan)
+        run_in_range(self._apart)
 
     def unmerge(self, aside: Callable[[], object]) -> None:
         """Put back what was merged in place, where something was; `aside` as for `merge`."""
@@ -120,7 +120,7 @@ class UnshardedMerge(InPlaceMerge):
 
     @writes
     def _merge_wholes(self, deltas: Sequence[Delta], wholes: dict[str, Tensor]) -> None:
-        MergePlan([whole_job(d, wholes[d.name], wholes[d.name]) for d in deltas], self._operands).run()
+        merge_plan([whole_job(d, wholes[d.name], wholes[d.name]) for d in deltas], self._operands).run()
         for job in (job for job in self._jobs if job.delta.name in wholes):
             job.destination.copy_(cut(wholes[job.delta.name], (job.start, tuple(job.destination.shape))))
 

@@ -84,10 +84,10 @@ def unwrapped(key: str) -> str:
 def check_module(model: Any) -> None:
     """Raise `InvalidInput` unless a model is a module."""
     if not isinstance(model, nn.Module):
-        told = repr(model)[:80] if isinstance(model, str) else f"a {type(model).__name__}"
+        got = repr(model)[:80] if isinstance(model, str) else f"a {type(model).__name__}"
         raise InvalidInput(
             "model must be a torch.nn.Module that holds its weights (a PeftModel, what from_pretrained returned), or "
-            f"the chunks of a megatron-core model where these are taken; got {told}"
+            f"the chunks of a megatron-core model where these are taken; got {got}"
         )
 
 
@@ -272,7 +272,7 @@ def named_tensors(
 
 
 def unsaved_buffers(model: nn.Module) -> Iterator[NamedTensor]:
-    """Buffers that are not persistent: no checkpoint has them."""
+    """Yield buffers that are not persistent: no checkpoint has them."""
     for name, module in walk(model):
         for key in module._non_persistent_buffers_set:
             buffer = module._buffers.get(key)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .errors import InvalidInput
 from .kernels.checks import check_dtype
 from .models.delta import Delta, whole_job
-from .models.operands import MergePlan, Operands, Turn
+from .models.operands import Operands, Turn, merge_plan
 from .models.peft.read import read_deltas
 from .shards.ranks import Ranks
 from .stream.buckets import checksum
@@ -182,7 +182,7 @@ def change_of(delta: Delta, dtype: torch.dtype, rounding: str = "nearest", seed:
     rounded = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     operands = Operands([Turn([delta], everything={delta.name})], Ranks(), weight.device)
     operands.refresh()
-    MergePlan([whole_job(delta, weight, rounded)], operands).run(rounding=rounding, seed=seed)
+    merge_plan([whole_job(delta, weight, rounded)], operands).run(rounding=rounding, seed=seed)
     if delta.rows:
         return _replaced(delta, weight, rounded)
     lora_A, lora_B, scaling = operands.factors(delta)
@@ -208,7 +208,6 @@ def _change(base: Tensor, exact: Tensor, rounded: Tensor) -> Change:
 
 
 def _replaced(delta: Delta, weight: Tensor, rounded: Tensor) -> Change:
-    """Return the change of a weight of which rows are replaced."""
     rest = torch.linalg.vector_norm(weight, dtype=torch.float64).square()
     found = Change()
     for rows in delta.rows:

@@ -71,6 +71,14 @@ class EngineSync(Pusher):
             trainer, planner, pause=pause, mode=mode, rounding=rounding, computing=partial(computing, config_of(model))
         )
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled, as `copy` and `pickle` ask for it."""
+        name = type(self).__name__
+        raise InvalidInput(
+            f"a {name} is neither copied nor pickled: it holds a handle of its engine, and knows what that was sent. "
+            f"Copy the model alone; where another {name} is needed, make it there, of model and engine"
+        )
+
     @staticmethod
     def _control_of(engine: Any) -> Control:
         """Make the control plane for a handle."""

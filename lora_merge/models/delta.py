@@ -173,10 +173,10 @@ class Delta:
         )
         kind = f"{self.experts or ''}{' transposed' if self.transposed else ''}{' DoRA' if self.magnitude else ''}"
         if self.rows:
-            told = (
+            shapes = (
                 f"{r.adapter!r}: rows {list(r.indices)} by {r.values.dtype} {list(r.values.shape)}" for r in self.rows
             )
-            adapters = ", ".join([*([adapters] if adapters else []), *told])
+            adapters = ", ".join([*([adapters] if adapters else []), *shapes])
         return f"{self.name} {self.weight.dtype} {list(self.weight.shape)}{kind} + {adapters}"
 
 

@@ -113,8 +113,8 @@ class Operands:
         """Return what gathers in each turn the factors that any rank lacks then, and where these come to lie, by id of
         the shard."""
         numbers, keys = {key: number for number, key in enumerate(named)}, list(named)
-        told = ranks.gather([sorted(numbers[key] for key in some) for some in lacking])
-        needed = [sorted(set().union(*some)) for some in zip(*told, strict=True)]
+        by_rank = ranks.gather([sorted(numbers[key] for key in some) for some in lacking])
+        needed = [sorted(set().union(*some)) for some in zip(*by_rank, strict=True)]
         wanted = {number: at for at, number in enumerate(sorted(set().union(*needed)))}
         tensors = [named[keys[number]] for number in wanted]
         in_turns = [[wanted[number] for number in some] for some in needed]
@@ -333,34 +333,23 @@ def _room(shape: Sequence[int]) -> int:
     return -(-prod(shape) // 64) * 64
 
 
-class MergePlan:
-    """Jobs of one device in one launch: checked and laid out once, run every step.
+def merge_plan(
+    jobs: Sequence[Job],
+    operands: Operands,
+    copies: Sequence[Segment] = (),
+    turn: int = 0,
+    scaled: Sequence[Scaled] = (),
+) -> Plan:
+    """Plan jobs of one device in one launch: checked and laid out once, run every step.
 
     Args:
         jobs: what is merged.
         operands: made for them; whoever runs the plan refreshes these first.
         copies: further segments of the same launch (what has no adapter).
         turn: of the operands, the one that the jobs belong to.
-        scaled: as of `Plan`.
+        scaled: see `Plan`.
 
     Raises:
         InvalidInput: something does not fit; nothing was written.
     """
-
-    def __init__(
-        self,
-        jobs: Sequence[Job],
-        operands: Operands,
-        copies: Sequence[Segment] = (),
-        turn: int = 0,
-        scaled: Sequence[Scaled] = (),
-    ) -> None:
-        self.plan = Plan([*copies, *(segment for job in jobs for segment in operands.segments(job, turn))], scaled)
-
-    def release(self) -> None:
-        """See `Plan.release`."""
-        self.plan.release()
-
-    def run(self, *, rounding: str = "nearest", seed: int | None = None) -> bool | None:
-        """See `Plan.run`."""
-        return self.plan.run(rounding=rounding, seed=seed)
+    return Plan([*copies, *(segment for job in jobs for segment in operands.segments(job, turn))], scaled)

@@ -404,7 +404,7 @@ class Taking:
             watch.look(parts)
 
     def _buffers(self, seen: Trail, tensors: list[Any]) -> None:
-        """Add the persistent buffers."""
+        """Add the buffers that are persistent."""
         buffers = column("_buffers", seen.insides, seen.modules)
         for module, there in compress(zip(seen.modules, buffers, strict=True), buffers):
             if self.watch is not None:

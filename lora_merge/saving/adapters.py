@@ -91,15 +91,15 @@ def read_adapter(name: str, folder: Path, base: Checkpoint, dtype: torch.dtype, 
         base.turn({n for n in base.tensors if n in turned or renamed(n) in turned})
     weights, bare = MergedWeights(model), MergedWeights(model, adapters=False)
     weights.keep_tied = bare.keep_tied = True
-    filler = weights.bucket_writer()
+    writer = weights.bucket_writer()
     with originals(model):
         plain = bare.bucket_writer()
-    parts = dict(filler.source.parts)
+    parts = dict(writer.source.parts)
     whole = learning_of(parts, brought(model), buffers=False)
     # PEFT saves embeddings along that an adapter targets: they are the base's own, and those of every such adapter.
     same = {_place(parts[n]) for n in whole if _is_the_bases(base, n, parts[n].shard.pieces[0].tensor)}
     whole = frozenset(n for n in whole if _place(parts[n]) not in same)
-    adapter = Adapter(name, model, parts, dict(filler.entries), dict(plain.ties), whole, scale, folder)
+    adapter = Adapter(name, model, parts, dict(writer.entries), dict(plain.ties), whole, scale, folder)
     for stream in (weights, bare):
         stream.release()
     if not whole and not any(part.delta for part in parts.values()):
@@ -239,7 +239,8 @@ def names_in(base: Checkpoint, adapters: Sum) -> dict[str, Entry]:
     model's class does not know are left out: they are copied.
 
     Raises:
-        InvalidInput: an adapter changes a tensor that the base does not hold, or holds in another shape.
+        InvalidInput: an adapter changes a tensor that the base does not hold, holds in another shape, or under two
+            names.
     """
     entries, found = adapters.entries, dict[str, Entry]()
     model: Any = adapters.adapters[0].model
@@ -250,6 +251,12 @@ def names_in(base: Checkpoint, adapters: Sum) -> dict[str, Entry]:
         if entry is None:
             entry = by_source.get(renamed(name))
             # Only a parameter that is one tensor of the checkpoint can be told by its name alone.
+            if entry is not None and entry.meta.name in base.tensors and any(map(adapters.changes, entry.sources)):
+                raise InvalidInput(
+                    f"{base.folder}: {name} and {entry.meta.name} are two names of one weight, which {adapters.name} "
+                    "changes, and which of the two is loaded is not said: fetch the base again, or save it anew with "
+                    "transformers' save_pretrained"
+                )
             if entry is not None and (entry.meta.name in base.tensors or _count(entries, entry.sources) > 1):
                 entry = None
         if entry is not None:
@@ -378,8 +385,8 @@ def assembled(
     parts = {source: adapters.part(source).shard for source in sources}
     dtypes = {base.tensors[name].dtype for name in entries}
     if len(dtypes) > 1:
-        told = ", ".join(sorted(map(str, dtypes)))
-        raise InvalidInput(f"{sources[0]}: its tensors in {base.folder} are {told}; expected one dtype")
+        listed = ", ".join(sorted(map(str, dtypes)))
+        raise InvalidInput(f"{sources[0]}: its tensors in {base.folder} are {listed}; expected one dtype")
     dtype = dtypes.pop()
     sizes = [prod(part.shape) for part in parts.values()]
     flat = torch.empty(sum(sizes), dtype=dtype, device="cpu")

@@ -149,7 +149,7 @@ def _states(raw: Checkpoint) -> dict[str, str]:
 
 
 def _four(raw: Checkpoint, name: str, state: str) -> _Four:
-    said = _said(raw, name, state)
+    said = _settings(raw, name, state)
     kind = state.rpartition("__")[2]
     if said.get("quant_type") != kind:
         _refuse(raw, name, f"{state} says quant_type {said.get('quant_type')!r}, expected {kind!r}")
@@ -190,7 +190,7 @@ def _four(raw: Checkpoint, name: str, state: str) -> _Four:
     )
 
 
-def _said(raw: Checkpoint, name: str, state: str) -> Mapping[str, Any]:
+def _settings(raw: Checkpoint, name: str, state: str) -> Mapping[str, Any]:
     stored = raw.tensors[state]
     if stored.dtype != torch.uint8:
         _refuse(raw, name, f"{state} is {stored.dtype}, expected JSON in uint8")
@@ -253,7 +253,6 @@ class _Eight(Coded):
 
 
 def _int8(raw: Checkpoint) -> list[str]:
-    """Return the names of the weights of LLM.int8."""
     found = []
     for name, stored in raw.tensors.items():
         owner, _, part = name.rpartition(".")

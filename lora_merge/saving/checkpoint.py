@@ -26,11 +26,11 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-_OTHERS = (".h5", ".msgpack", ".gguf", ".ot", ".onnx", ".ckpt")
+_OTHERS = (".h5", ".msgpack", ".gguf", ".ot", ".onnx", ".onnx_data", ".ckpt", ".tflite", ".pdparams")
 """Endings of files that hold weights in other formats; they are not taken along."""
 _MODELS = re.compile(
-    r"(model|pytorch_model|diffusion_pytorch_model|consolidated|adapter_model|flax_model|tf_model|optimi[sz]er|scheduler|"
-    r"scaler|rng_state|training_args|random_states)([-_.].*)?\.(safetensors|bin|pt|pth|npz)"
+    r"(model|pytorch_model|openvino_\w+|diffusion_pytorch_model|consolidated|adapter_model|flax_model|tf_model|optimi[sz]er|"
+    r"scheduler|scaler|rng_state|training_args|random_states)([-_.].*)?\.(safetensors|bin|xml|pt|pth|npz)"
 )
 """How transformers names weights, Llama's and Mistral's authors theirs, and trainers what they keep."""
 _TENSORS = (".safetensors", ".bin", ".pt", ".pth")
@@ -143,7 +143,6 @@ class Checkpoint:
         return any(stored.file.name == name for stored in lying.values()) or not _names_in(path).isdisjoint(lying)
 
     def _lying(self) -> Mapping[str, Stored]:
-        """Return the tensors in its files."""
         return self.tensors
 
     @property
@@ -207,12 +206,12 @@ def find(named: str | Path, what: str) -> Path:
             folder = Path(snapshot_download(name, allow_patterns=[*wanted, *_PICKLES]))
         return folder
     except Exception as error:
-        told = str(error).strip().splitlines()
+        text = str(error).strip().splitlines()
         off = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
         raise InvalidInput(
             f"{what} {name!r}: there is no such folder here, and the repository cannot be fetched "
             f"({'HF_HUB_OFFLINE is set, and it is not in the cache' if off else type(error).__name__}"
-            f"{'' if off or not told else ': ' + told[0]}); pass a folder, or fetch it where there is a network"
+            f"{'' if off or not text else ': ' + text[0]}); pass a folder, or fetch it where there is a network"
         ) from error
 
 
@@ -228,13 +227,13 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     if (folder / SINGLE).is_file():
         found = _files(folder, [SINGLE], None)
     elif (folder / INDEX).is_file():
-        told = json_of(folder / INDEX)
-        found = _files(folder, _named(folder / INDEX, told), told)
+        index = json_of(folder / INDEX)
+        found = _files(folder, _named(folder / INDEX, index), index)
     elif (folder / _PICKLED).is_file():
         found = _pickles(folder, [_PICKLED], None)
     elif (folder / _PICKLED_INDEX).is_file():
-        told = json_of(folder / _PICKLED_INDEX)
-        found = _pickles(folder, _named(folder / _PICKLED_INDEX, told), told)
+        index = json_of(folder / _PICKLED_INDEX)
+        found = _pickles(folder, _named(folder / _PICKLED_INDEX, index), index)
     else:
         raise InvalidInput(
             f"{folder} holds no weights: expected {SINGLE}, {INDEX} with its shards, or {_PICKLED} there"
@@ -307,7 +306,6 @@ def _named(file: Path, index: Mapping[str, Any]) -> list[str]:
 
 
 def _there(folder: Path, names: list[str], index: Mapping[str, Any] | None) -> None:
-    """Raise unless the files of a checkpoint are all there."""
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise InvalidInput(
@@ -363,9 +361,9 @@ def _pickles(folder: Path, names: list[str], index: Mapping[str, Any] | None) ->
         try:
             loaded = torch.load(folder / file, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:
-            told = str(error).strip().splitlines()
+            text = str(error).strip().splitlines()
             raise InvalidInput(
-                f"{folder / file} cannot be read as plain tensors ({type(error).__name__}: {told[0] if told else ''}); "
+                f"{folder / file} cannot be read as plain tensors ({type(error).__name__}: {text[0] if text else ''}); "
                 "convert the base to safetensors with transformers' save_pretrained"
             ) from error
         if not isinstance(loaded, dict) or not all(isinstance(name, str) for name in loaded):

@@ -135,7 +135,7 @@ def decoded(raw: Checkpoint, coded: Mapping[str, Coded], beside: Collection[str]
         f"the base is quantised ({how}): {len(coded)} of its weights are written as what their codes stand for, in "
         f"{dtypes} unless dtype (--dtype) says otherwise"
     ]
-    said = _said(raw.config)
+    said = _config_dtype(raw.config)
     if said is not None and kept != {said}:
         named = dtype_name(said)
         notes.append(
@@ -165,7 +165,7 @@ def _check_no_codes(raw: Checkpoint, how: str, rest: Iterable[Stored]) -> None:
             )
 
 
-def _said(config: Mapping[str, Any]) -> torch.dtype | None:
+def _config_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     """Return the dtype of config.json, where it is one of weights."""
     for said in (config, config.get("text_config")):
         named = said.get("dtype", said.get("torch_dtype")) if isinstance(said, Mapping) else None
@@ -182,7 +182,7 @@ def dtype_of_rest(config: Mapping[str, Any], rest: Iterable[Stored]) -> torch.dt
     Args:
         rest: those that are no codes, and say of none what they stand for.
     """
-    said = _said(config)
+    said = _config_dtype(config)
     if said is not None:
         return said
     count: dict[torch.dtype, int] = {}

@@ -110,6 +110,6 @@ def _coded(raw: Checkpoint, name: str, block: tuple[int, int], dtype: torch.dtyp
     if scales is None:
         _refuse(raw, name, f"{name}{_SCALE} is missing, expected float32 {list(wanted)}")
     if scales.dtype not in FLOATS or scales.shape != wanted:
-        told = f"{scales.dtype} {list(scales.shape)}"
-        _refuse(raw, name, f"{scales.name} is {told}, expected float32, bfloat16 or float16 {list(wanted)}")
+        got = f"{scales.dtype} {list(scales.shape)}"
+        _refuse(raw, name, f"{scales.name} is {got}, expected float32, bfloat16 or float16 {list(wanted)}")
     return _Blocks(stored, stored.shape, dtype, scales=scales.name, block=block)

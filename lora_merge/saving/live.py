@@ -172,7 +172,6 @@ def _left(writer: Writer, errors: list[Exception]) -> Iterator[None]:
 
 
 def _wanted(weights: MergedWeights) -> list[Wanted]:
-    """Return the tensors of a stream."""
     return [Wanted(meta.name, meta.dtype, tuple(meta.shape)) for meta in weights.metadata()]
 
 
@@ -268,7 +267,7 @@ def _beside(
 
 
 def _config(inside: Any, apart: Mapping[str, str], tensors: list[Wanted]) -> dict[str, Any]:
-    """config.json of a model of transformers' as it is saved."""
+    """Return config.json of a model of transformers', as it is saved."""
     cls, config = class_of(inside), inside.config
     if apart:
         config = untied_config(cls, config, apart, "an adapter")

@@ -297,7 +297,6 @@ def _works(base: Checkpoint, outputs: Sequence[Output]) -> Iterator[_Work]:
 
 
 def _wholes(base: Checkpoint, outputs: Sequence[Output]) -> Iterator[tuple[Output, str, Tensor]]:
-    """Yield the tensors that are made of whole parameters."""
     for output in outputs:
         groups: dict[tuple[str, ...], dict[str, tuple[str, Target]]] = {}
         for name, targets in output.targets.items():

@@ -15,7 +15,7 @@ from ..kernels.plan import Plan
 from ..kernels.ranges import Made, check_range, narrows, run_in_range
 from ..kernels.segments import FLOATS, Segment, copies
 from ..models.delta import Delta, Factors, Job, whole_job
-from ..models.operands import MergePlan, Operands, Turn
+from ..models.operands import Operands, Turn, merge_plan
 from ..shards import Shard, cut, whole
 from ..shards.ranks import Ranks
 from ..stream.source import Entry
@@ -161,7 +161,7 @@ class Output:
             shape = tuple(source.shape)
             start, _ = entry.window.outer(((rows.begin, *(0 for _ in shape[1:])), shape))
             job = Job(delta, start, entry.window.unfold(source), entry.window.unfold(there))
-            finite = MergePlan([job], self._operands).run(**self.run)
+            finite = merge_plan([job], self._operands).run(**self.run)
         if not finite and narrows(source.dtype, there.dtype, delta is not None):
             made = Made(target.name, source, there)  # of DoRA whole tensors are made: see make_wholly
             check_range([(target.name, there)], lambda: [made])
@@ -202,7 +202,7 @@ class Output:
                 here = replace(delta, weight=whole(values))
                 operands = Operands([Turn([here], everything={here.name})], Ranks(), self.device)
                 operands.refresh()
-                plan = MergePlan([whole_job(here, values, out)], operands).plan
+                plan = merge_plan([whole_job(here, values, out)], operands)
             run_in_range(plan, self.run)
             merged[source] = out
         for name, entry in entries.items():

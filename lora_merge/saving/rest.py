@@ -86,8 +86,8 @@ def rest_of(inside: Any, cls: type, folder: Path | None, given: bool, names: Col
     more = [name for name in base.tensors if name not in names and not builds(name)]
     written = next(iter(base.config.get("architectures") or ()), "")
     if more and written != cls.__name__:
-        told = f"{folder}, a {written or 'model of no named class'}, holds {len(more)} tensors that a {cls.__name__} "
-        return Rest(base, notes=(f"{told}does not build, {more[0]} for one; they are not in the result",))
+        note = f"{folder}, a {written or 'model of no named class'}, holds {len(more)} tensors that a {cls.__name__} "
+        return Rest(base, notes=(f"{note}does not build, {more[0]} for one; they are not in the result",))
     return Rest(base, tuple(Wanted(name, base.kept(name), base.tensors[name].shape) for name in more))
 
 

@@ -280,7 +280,6 @@ def _check_rows(name: str, base: Words, mine: Words, rows: int | None) -> None:
 
 
 def _put(along: Along, folder: Path, base: Words, mine: Words) -> None:
-    """Put the adapter's files in place of the base's."""
     vocabulary = {token: n for token, n in mine.ids.items() if token not in mine.added}
     same = not vocabulary or not base.ids or all(base.ids.get(token) == n for token, n in vocabulary.items())
     gone = [*_WORDS, *(() if same else _VOCABULARY)] if mine.whole else []

@@ -197,7 +197,6 @@ def _decodes_rows(cols: int, blocksize: int, quant_type: str) -> bool:
 
 
 def _decode(codes: Tensor, absmax: Tensor, blocksize: int, quant_type: str, shape: tuple[int, ...]) -> Tensor:
-    """Decode by bitsandbytes itself, to float32."""
     return torch.ops.bitsandbytes.dequantize_4bit(codes, absmax, blocksize, quant_type, shape, torch.float32)
 
 
@@ -223,9 +222,9 @@ def _part(
 ) -> Tensor:
     """Return a tensor of a quantisation state, 1-D."""
     if not isinstance(found, Tensor) or found.dtype != dtype or found.numel() < count or found.device != device:
-        told = f"{found.dtype} {list(found.shape)} on {found.device}" if isinstance(found, Tensor) else repr(found)
+        got = f"{found.dtype} {list(found.shape)} on {found.device}" if isinstance(found, Tensor) else repr(found)
         raise InvalidInput(
-            f"{name}: {what} of its quantisation state must be {dtype} of {count} elements on {device}, got {told}; "
+            f"{name}: {what} of its quantisation state must be {dtype} of {count} elements on {device}, got {got}; "
             "load the base again, and do not convert it (.half(), .to(dtype))"
         )
     return _flat(f"{name}: {what}", found)

@@ -26,11 +26,6 @@ def is_unit(kind: type) -> bool:
     return not _MODULE.isdisjoint(lineage(kind))
 
 
-def is_dtensor(tensor: Tensor) -> bool:
-    """Return True if a tensor is a DTensor; a parameter of one is of its class too."""
-    return is_dtensor_kind(type(tensor))
-
-
 def is_dtensor_kind(kind: type) -> bool:
     """Return True if a class is DTensor's."""
     return not _DTENSOR.isdisjoint(lineage(kind))

@@ -36,7 +36,7 @@ def of_hqq(cls: type) -> bool:
     return _layers[cls]
 
 
-def told(owner: Any) -> str:
+def format_name(owner: Any) -> str:
     """Return the format, for messages."""
     meta = getattr(owner, "meta", None) or {}
     return f"{meta.get('nbits', '?')}-bit, HQQ"

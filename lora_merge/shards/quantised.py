@@ -27,9 +27,9 @@ def how(owner: nn.Module, attribute: str = "weight") -> str:
         if (bits := bitsandbytes.bits(owner)) is not None:
             return f"{bits}-bit, bitsandbytes"
         if hqq.is_layer(owner):
-            return hqq.told(owner)
+            return hqq.format_name(owner)
     tensor = owner._parameters.get(attribute)
-    return torchao.told(tensor) if torchao.is_coded(tensor) else ""
+    return torchao.format_name(tensor) if torchao.is_coded(tensor) else ""
 
 
 def shard_of(name: str, owner: nn.Module, attribute: str) -> Shard | None:

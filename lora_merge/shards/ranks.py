@@ -146,8 +146,8 @@ class Ranks:
             self._raise(what, error)
 
     def _raise(self, what: str, error: Exception | None) -> None:
-        told = None if error is None else f"{type(error).__name__}: {error}"
-        errors = self.gather(told)
+        mine = None if error is None else f"{type(error).__name__}: {error}"
+        errors = self.gather(mine)
         if error is not None:
             raise error
         rank, other = next((rank, other) for rank, other in enumerate(errors) if other is not None)

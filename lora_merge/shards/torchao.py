@@ -25,6 +25,8 @@ _INSTEAD = (
     "quantise the base with Int8WeightOnlyConfig, Float8WeightOnlyConfig or (4 bits and fewer) IntxWeightOnlyConfig, "
     "or load it in bfloat16, float16 or float32, from a checkpoint that is not quantised"
 )
+
+
 _coded: dict[type, bool] = {}
 
 
@@ -40,7 +42,7 @@ def of_torchao(cls: type) -> bool:
     return _coded[cls]
 
 
-def told(tensor: Any) -> str:
+def format_name(tensor: Any) -> str:
     """Return the format, for messages."""
     return f"a {lineage(type(getattr(tensor, '_local_tensor', tensor)))[0]}"
 
@@ -53,12 +55,13 @@ def shard_of(name: str, tensor: Any) -> Shard:
     """
     if hasattr(tensor, "_local_tensor") or zero3.is_managed(tensor):
         raise InvalidInput(
-            f"{name}: quantised by torchao ({told(tensor)}), and sharded: a part of it is not read; train on one rank, "
-            "or shard a base that bitsandbytes quantised to 4 bits (FSDP2)"
+            f"{name}: quantised by torchao ({format_name(tensor)}), and sharded: a part of it is not read; train on "
+            "one rank, or shard a base that bitsandbytes quantised to 4 bits (FSDP2)"
         )
     if lineage(type(tensor))[0] not in _READ:
         raise InvalidInput(
-            f"{name}: the base is quantised ({told(tensor)}), which is not known to be dequantised exactly; {_INSTEAD}"
+            f"{name}: the base is quantised ({format_name(tensor)}), which is not known to be dequantised exactly; "
+            f"{_INSTEAD}"
         )
     if getattr(tensor, "act_pre_scale", None) is not None:
         raise InvalidInput(

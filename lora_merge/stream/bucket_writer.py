@@ -21,12 +21,13 @@ from torch.utils.dlpack import from_dlpack
 from ..errors import InvalidInput
 from ..inference import outside_inference_mode
 from ..kernels.packed import Packed, in_reach
+from ..kernels.plan import Plan
 from ..kernels.ranges import check_range, narrows, run_in_range
 from ..kernels.scaled.weights import Scaled
 from ..kernels.segments import Segment, copies, name_key
 from ..models.claims import reading
 from ..models.delta import Job, whole_job
-from ..models.operands import MergePlan, Operands, Turn
+from ..models.operands import Operands, Turn, merge_plan
 from ..models.part import Part
 from ..models.staging import Copies, Staging, Storages, needed
 from ..shards import Box, cut, overlap
@@ -427,7 +428,7 @@ class BucketWriter:
                 segments += self.operands.segments(Job(delta, start, weight, out), turn)
         copied = Copies(list(zip(staged, away, strict=True)))
         weights = {id(s): s for name, _, _, _, _, _ in boxes for s in scaled.get(name, ())}
-        plan = MergePlan(jobs, self.operands, segments, index, list(weights.values()))
+        plan = merge_plan(jobs, self.operands, segments, index, list(weights.values()))
         return _BucketPlan(plan, copied, self._staging)
 
     def _fill_wholly(
@@ -459,7 +460,7 @@ class BucketWriter:
             merged[part.name] = out = torch.empty(whole.shape, dtype=dtype, device=self.device)
             jobs = [] if part.delta is None else [whole_job(part.delta, whole, out)]
             segments = copies(part.name, whole, out) if part.delta is None else []
-            run_in_range(MergePlan(jobs, self.operands, segments, index).plan, run)
+            run_in_range(merge_plan(jobs, self.operands, segments, index), run)
         return merged
 
 
@@ -472,7 +473,7 @@ def _narrow(entry: Entry, parts: Mapping[str, Part]) -> bool:
 class _BucketPlan:
     """What fills this rank's part of one bucket: a launch, and before it the copies of weights that are brought."""
 
-    def __init__(self, plan: MergePlan, copied: Copies, staging: Staging) -> None:
+    def __init__(self, plan: Plan, copied: Copies, staging: Staging) -> None:
         self._plan, self._copied, self._staging = plan, copied, staging
 
     def hold(self, memory: Tensor | None, storages: Storages) -> bool:

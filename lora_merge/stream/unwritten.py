@@ -32,7 +32,7 @@ class Unwritten:
 
     def __init__(self, source: Source, layers: Sequence[int]) -> None:
         self._tensors, self._modules = source.counted, source.modules
-        # A filler that has let go of the model runs plans that are made: an update's second pass, say.
+        # A writer that has let go of the model runs plans that are made: an update's second pass, say.
         self._layers = [source.modules[at] for at in layers] if source.modules else []
         try:
             self._versions = list(map(_version, self._tensors))

@@ -41,7 +41,7 @@ class Window:
         return tuple(start), tuple(size)
 
     def unfold(self, view: Tensor) -> Tensor:
-        """View something laid out as (a box of) the view with the dimensions of the tensor."""
+        """Return something laid out as (a box of) the view, with the dimensions of the tensor."""
         for h in reversed([h for h, d in enumerate(self.dims) if d is None]):
             view = view.select(h, 0)
         dims = [d for d in self.dims if d is not None]

@@ -20,7 +20,7 @@ from lora_merge import Plan, Segment
 from lora_merge.kernels.bindings import native
 from lora_merge.kernels.cuda import backend as cuda
 from lora_merge.kernels.cuda import tracked as cuda_tracked
-from lora_merge.kernels.cuda.scaled import CudaScale, MergedAtOnce, apart
+from lora_merge.kernels.cuda.scaled import CudaScale, MergedAtOnce, separate
 from lora_merge.kernels.scaled.two_step import TwoStepScaled
 from lora_merge.kernels.scaled.weights import Group, Scaled, place
 from lora_merge.kernels.segments import FP8
@@ -130,7 +130,7 @@ def at_once(group: Group, base: torch.dtype) -> None:
         values, scales = torch.empty(rows, cols, dtype=FP8, device=DEVICE), torch.empty(count, device=DEVICE)
         targets.append(Scaled(values, scales, group, base))
         segments.append(dataclasses.replace(s, destination=values))
-    here, _ = apart(place(segments, targets), DEVICE)
+    here, _ = separate(place(segments, targets), DEVICE)
     assert here or torch.cuda.get_device_capability() != (9, 0)
     if here:
         MergedAtOnce(here, DEVICE)(False, 0)

@@ -67,9 +67,12 @@ class SglangSync(EngineSync):
             kwargs: as for `Engine.generate`; `lora_path` is set here.
 
         Raises:
-            InvalidInput: there is not exactly one engine, or it is not an `sglang.Engine` in this process.
+            InvalidInput: there is not exactly one engine, or it is not an `sglang.Engine` in this process;
+                or `lora_path` was given.
             PushRefused: the engine holds something else; see `check`.
         """
+        if "lora_path" in kwargs:
+            raise InvalidInput("generate() sets lora_path by itself; for another adapter call generate() of the engine")
         controls = self._trainer.controls
         if len(controls) != 1 or not isinstance(controls[0], EngineControl):
             raise InvalidInput("generate() is for one sglang.Engine; pass lora_path() to other engines yourself")

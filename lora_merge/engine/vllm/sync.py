@@ -94,9 +94,14 @@ class VllmSync(EngineSync):
             kwargs: as for `LLM.generate`; `lora_request` is set here.
 
         Raises:
-            InvalidInput: there is not exactly one engine, or it is not an `LLM` in this process.
+            InvalidInput: there is not exactly one engine, or it is not an `LLM` in this process; or
+                `lora_request` was given.
             PushRefused: the engine holds something else; see `check`.
         """
+        if "lora_request" in kwargs:
+            raise InvalidInput(
+                "generate() sets lora_request by itself; for another adapter call generate() of the engine"
+            )
         controls = self._trainer.controls
         if len(controls) != 1 or type(controls[0]) is not LlmControl or not hasattr(controls[0].handle, "generate"):
             raise InvalidInput("generate() is for one in-process LLM; pass lora_request() to other engines yourself")

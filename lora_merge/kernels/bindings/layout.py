@@ -139,8 +139,8 @@ SECOND_ARENA = 2**62
 """Added to places in every other arena, so that those of a plan and of the one that follows it differ."""
 
 # The type Watch, which notes what a reading of a live model saw.
-WATCH_ADD, WATCH_TENSORS, WATCH_GIVE, WATCH_DONE, WATCH_AGAIN = 4, 2, 1, 0, 1
-"""How many arguments its methods take."""
+WATCH_ADD, WATCH_TENSORS = 4, 2
+"""How many arguments these methods take."""
 
 _CONSTANTS = [name for name, value in globals().items() if isinstance(value, int) and not name.endswith("WORDS")]
 

@@ -118,8 +118,8 @@ class Megatron:
 
     def united(self, parts: Mapping[str, Part]) -> dict[str, Part]:
         numbers: dict[int, int] = {}
-        told = self.ranks.gather((self._read().layers, [_told(part, numbers) for part in parts.values()]))
-        here = {layer for layers, _ in told for layer in layers}
+        by_rank = self.ranks.gather((self._read().layers, [_told(part, numbers) for part in parts.values()]))
+        here = {layer for layers, _ in by_rank for layer in layers}
         lacking = sorted(set(range(self._read().layer_count)) - here)
         if lacking:
             raise InvalidInput(
@@ -130,7 +130,7 @@ class Megatron:
         first: dict[str, tuple[int, _Told]] = {}
         united: dict[str, Part] = {}
         device = next((part.shard.device for part in parts.values()), torch.device("cpu"))
-        for rank, (_, things) in enumerate(told):
+        for rank, (_, things) in enumerate(by_rank):
             factors: dict[int, Shard] = {}
             for thing in things:
                 there, other = first.setdefault(thing.name, (rank, thing))
@@ -203,9 +203,9 @@ def _replica(groups: Groups, pg: ProcessGroups) -> Any:
         return larger
     world = dist.group.WORLD
     if world not in _replicas:
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (groups.model, groups.experts))
-        for ranks in sorted({replica(told, rank) for rank in range(len(told))}):
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, (groups.model, groups.experts))
+        for ranks in sorted({replica(by_rank, rank) for rank in range(len(by_rank))}):
             group = dist.new_group(list(ranks))
             if dist.get_rank() in ranks:
                 _replicas[world] = group
@@ -248,8 +248,8 @@ def _told(part: Part, numbers: dict[int, int]) -> _Told:
 def _elsewhere(thing: _Told, factors: dict[int, Shard], device: torch.device) -> Part:
     """Return a part of which nothing is here."""
 
-    def half(told: _Half) -> Shard:
-        number, shape, dtype = told
+    def half(described: _Half) -> Shard:
+        number, shape, dtype = described
         return factors.setdefault(number, Shard(shape, dtype, device, ()))
 
     shape, dtype = thing.weight

@@ -159,7 +159,6 @@ def _answer(layer: PeftLayer) -> list[Any]:
 
 
 def _token_facts(layer: PeftLayer, parts: list[nn.Module]) -> list[Any]:
-    """Return the facts of a layer of trainable tokens."""
     inside, base = layer._modules, vars(layer._modules["base_layer"])
     parts.append(inside[TRAINED])
     facts = [*layer.merged_adapters, layer.disable_adapters, *layer.active_adapters]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import re
 import sys
 import warnings
 from collections.abc import Mapping
@@ -71,7 +72,7 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
         import transformers  # noqa: F401
         from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
     folder = Path(folder)
-    said = _said(folder)
+    said = _config_of(folder)
     _check_kind(folder, said)
     file = file_of(folder)
     if file is None:
@@ -84,6 +85,7 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
             "adapter again"
         ) from error
     _check_known(folder, said, config)
+    _check_patterns(folder, said)
     named = base if base is not None else config.base_model_name_or_path
     if not named:
         raise InvalidInput(f"{folder / CONFIG} names no base model: pass base=, the engine's model")
@@ -94,9 +96,9 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
     except OSError as error:
         raise InvalidInput(f"{folder}: the file of its tensors cannot be read ({error.strerror or error})") from error
     except Exception as error:
-        told = str(error).strip().partition("\n")[0]
+        reason = str(error).strip().partition("\n")[0]
         raise InvalidInput(
-            f"{folder}: its tensors cannot be read ({type(error).__name__}: {told}): "
+            f"{folder}: its tensors cannot be read ({type(error).__name__}: {reason}): "
             "the file is cut short, or something else (a Git LFS pointer?); save or fetch the adapter again"
         ) from error
     _check_finite(folder, held)
@@ -117,9 +119,9 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
         raise
     except Exception as error:
         first = str(error).strip().splitlines()
-        told = "; ".join(line.strip() for line in first[:3])
+        reason = "; ".join(line.strip() for line in first[:3])
         raise InvalidInput(
-            f"{folder}: the adapter does not fit the base {named} ({type(error).__name__}: {told}); "
+            f"{folder}: the adapter does not fit the base {named} ({type(error).__name__}: {reason}); "
             f"{advice(matched, said, given=base is not None)}"
         ) from error
     missing = _missing(adapted, set(problems.missing_keys))
@@ -219,10 +221,10 @@ def _mark_whole(folder: Path, model: nn.Module, saved: set[str], bias: str) -> N
 
 def needs_values(folder: str | Path) -> bool:
     """Return True if what the adapter adds depends on the base's weights: DoRA's factors of rows do."""
-    return bool(_said(Path(folder)).get("use_dora"))
+    return bool(_config_of(Path(folder)).get("use_dora"))
 
 
-def _said(folder: Path) -> dict[str, Any]:
+def _config_of(folder: Path) -> dict[str, Any]:
     """Return what an adapter's configuration says."""
     if not (folder / CONFIG).is_file():
         raise InvalidInput(
@@ -243,6 +245,20 @@ def elsewhere(folder: Path) -> str:
     folder down."""
     found = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
     return f"; there is one in {folder / found[0]}" if found else ""
+
+
+def _check_patterns(folder: Path, said: Mapping[str, Any]) -> None:
+    """Refuse names of modules that PEFT reads as regular expressions, and that are none."""
+    for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
+        found = said.get(key)
+        for pattern in [found] if isinstance(found, str) else found if isinstance(found, Mapping) else ():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise InvalidInput(
+                    f"{folder / CONFIG} says {key}={pattern!r}, which is no regular expression ({error}): correct it "
+                    "there, or save the adapter again"
+                ) from error
 
 
 def _check_known(folder: Path, said: Mapping[str, Any], config: Any) -> None:
@@ -305,11 +321,11 @@ def _base(name: str, dtype: torch.dtype, values: bool, given: bool) -> nn.Module
         with torch.device("meta"):
             model = cls.from_config(config, trust_remote_code=False) if hasattr(cls, "from_config") else cls(config)
     except Exception as error:
-        told = str(error).strip().splitlines()
+        reason = str(error).strip().splitlines()
         whose = "base" if given else "the adapter's base_model_name_or_path"
         raise InvalidInput(
             f"{whose}: {name!r} cannot be read as a model of transformers ({type(error).__name__}: "
-            f"{told[0] if told else ''}); pass base=, the base's folder or name. A model "
+            f"{reason[0] if reason else ''}); pass base=, the base's folder or name. A model "
             "with code of its own: load it, put the adapter on with PeftModel.from_pretrained, and use "
             "lora_merge.save_merged"
         ) from error

@@ -98,7 +98,6 @@ def _own(module: nn.Module) -> list[Any]:
 
 
 def _function(found: Any) -> Any:
-    """Return the function of a bound method."""
     return getattr(found, "__func__", found)
 
 

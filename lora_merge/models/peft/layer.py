@@ -97,11 +97,11 @@ def part_of(layer: PeftLayer, kind: str, adapter: str) -> nn.Module:
     return innermost(layer._modules[kind]._modules[adapter])
 
 
+_kinds: dict[type, str | None] = {}
+
+
 def peft_class(cls: type) -> str | None:
     """Return the path of the base class of PEFT's that a class descends from: TUNER_LAYER, PEFT_MODEL or None."""
     if cls not in _kinds:
         _kinds[cls] = next((path for path in lineage(cls) if path in (TUNER_LAYER, PEFT_MODEL)), None)
     return _kinds[cls]
-
-
-_kinds: dict[type, str | None] = {}

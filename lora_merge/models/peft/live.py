@@ -20,6 +20,7 @@ from ...shards import Address, address, here, quantised
 from ...shards.bitsandbytes import dtypeless
 from ...shards.layout import Known, Layout
 from ..claims import to_the_end
+from ..computed import check_stored
 from ..conversion import Conversion, read_conversion, saved_names, tied_keys
 from ..delta import Delta, Job, LazyList, in_place, whole_job
 from ..guards import Replaced, guarded, refuse, refuse_copy
@@ -134,6 +135,7 @@ class Peft:
         deltas = {(id(d.owner), d.attribute): d for d in found}
         tensors = list(named_tensors(self.key, self._open().parameters))
         check_plain(self.modules(), tensors)
+        check_stored(self.key, tensors)
         named = [(t, deltas.get((id(t.owner), t.attribute))) for t in tensors]
         tied = self._tied(named)
         dtype = _plain_dtype(tensors)
@@ -142,7 +144,7 @@ class Peft:
         }
 
     def _part(self, t: NamedTensor, delta: Delta | None, tied: str = "", plain: torch.dtype | None = None) -> Part:
-        """`plain`: of the model's weights that are not quantised."""
+        """Make the part of one name; `plain`: the dtype of the model's weights that are not quantised."""
         dtype = plain if t.attribute == "weight" and dtypeless(t.owner) else None
         if delta is not None:
             return Part(t.name, delta.weight, delta, True, tied, dtype)

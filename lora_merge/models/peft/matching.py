@@ -376,7 +376,6 @@ def _language_model(cls: Any, config: Any) -> Any:
 
 
 def _configs(config: Any) -> Iterator[Any]:
-    """Yield a configuration, and those in it."""
     if config is None:
         return
     yield config
