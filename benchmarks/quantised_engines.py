@@ -311,16 +311,16 @@ def served(llm: Any) -> nn.Module:
 @contextmanager
 def loading(way: str) -> Iterator[None]:
     """Layers that an engine quantises are written as they lie, or go through vLLM's own reload."""
-    from lora_merge.engine.vllm.loading.fused import Fused
+    from lora_merge.engine.vllm.loading.direct import DirectLayers
     from lora_merge.stream.direct_targets import DirectTargets
 
-    places = Fused.targets
+    places = DirectLayers.targets
     if way == "reloaded":
-        Fused.targets = lambda *_: DirectTargets({})  # type: ignore[method-assign]
+        DirectLayers.targets = lambda *_: DirectTargets({})  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Fused.targets = places  # type: ignore[method-assign]
+        DirectLayers.targets = places  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

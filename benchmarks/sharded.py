@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lora_merge.bench.timing import copies, launches, milliseconds
 from lora_merge.models.live import Live
-from lora_merge.models.operands import MergePlan, Operands, Turn
+from lora_merge.models.operands import Operands, Turn, merge_plan
 
 COPY_TARGET, GATHER_TARGET = 1.25, 1.2
 """A merge may take this many copies of its bytes; with the collectives, that and this many gathers of theirs."""
@@ -64,7 +64,7 @@ def merge_on_shards(model: Live, device: torch.device, repeat: int) -> dict[str,
     with model.jobs(deltas, model.weights(deltas).__getitem__) as jobs:  # nothing is held apart on shards
         nbytes = sum(job.source.nbytes for job in jobs)
         operands = Operands([Turn(model.everyones(deltas), jobs)], model.merging, device)
-        plan = MergePlan(jobs, operands)
+        plan = merge_plan(jobs, operands)
 
     def step() -> None:
         operands.refresh()

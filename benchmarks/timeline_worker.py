@@ -44,7 +44,8 @@ class Timeline:
             self._events, lambda at, ops, request, raised: f"worker: {json.loads(request)['op']}", operations.respond
         )
         cast(Any, PullTarget).merge = noting(self._events, "worker: launches", PullTarget.merge)
-        cast(Any, WorkerSession).land = noting(self._events, "worker: waits for its GPU", WorkerSession.land)
+        wait = WorkerSession.wait_for_device
+        cast(Any, WorkerSession).wait_for_device = noting(self._events, "worker: waits for its GPU", wait)
 
         def method_of(calls: core._Calls, name: str) -> Callable[..., Any]:
             return noting(self._events, "" if name == "collective_rpc" else f"core: {name}", method(calls, name))

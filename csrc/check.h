@@ -19,7 +19,7 @@ void check(bool fine, const Parts&... parts) {
   if (!fine) throw std::runtime_error(joined("lora_merge: ", parts...));
 }
 
-// A warning to Python, once the call that is under way has returned; the last one of a call is told.
+// A warning to Python, once the call that is under way has returned; only the last one of a call is issued.
 void warn(std::string text);
 
 }  // namespace lora_merge

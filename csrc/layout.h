@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <string>
+#include <tuple>
 #include <vector>
 
 namespace lora_merge {
@@ -62,7 +63,6 @@ struct Rounded {
 static_assert(sizeof(Rounded) == 10 * 8, "what is scaled is 10 words");
 
 constexpr int kPairs = 3;
-constexpr int kPartVectors = 256;
 constexpr int kMaxRank = 512;
 constexpr int kMaxSide = 2147479552;
 constexpr int kPackedSource = 256;
@@ -71,6 +71,7 @@ constexpr int kInlineSegments = 8;
 constexpr int kWarps = 8;
 constexpr int kWarpCols = 64;
 constexpr int kNormRows = 64;
+constexpr int kPartVectors = 256;
 constexpr int kRawRows = 64;
 constexpr int kRawCols = 2048;
 constexpr int kRawCols1 = 131072;
@@ -92,39 +93,44 @@ constexpr int kTrackRemerge = 2;
 constexpr int64_t kSecondArena = 4611686018427387904;
 constexpr int kWatchAdd = 4;
 constexpr int kWatchTensors = 2;
-constexpr int kWatchGive = 1;
-constexpr int kWatchDone = 0;
-constexpr int kWatchAgain = 1;
 
 namespace operators {
+struct Placed { const Segment* table; int64_t segments; bool on_device; const int32_t* unit_segment; int64_t n_unit_segment; auto all() { return std::tie(table, segments, on_device, unit_segment, n_unit_segment); } };
+struct Units { int64_t n_units; int64_t n_raw_units; int64_t rows_per_unit; auto all() { return std::tie(n_units, n_raw_units, rows_per_unit); } };
+struct Blocks { int64_t col_warps; int64_t stages; bool staged_B; int64_t pad; int64_t max_rank; auto all() { return std::tie(col_warps, stages, staged_B, pad, max_rank); } };
+struct Tiles { const uint8_t* maps; int64_t strip_cols; int64_t held; int64_t stages; int64_t max_rank; auto all() { return std::tie(maps, strip_cols, held, stages, max_rank); } };
+struct Rounding { bool stochastic; int64_t seed; auto all() { return std::tie(stochastic, seed); } };
+struct Journal { uint8_t* codes; int64_t n_codes; int64_t* records; int64_t n_records; uint8_t* arena; int64_t room; int64_t mark; int64_t* asked; auto all() { return std::tie(codes, n_codes, records, n_records, arena, room, mark, asked); } };
+struct Arena { uint8_t* before; int64_t room_before; auto all() { return std::tie(before, room_before); } };
+struct Where { int64_t device; void* stream; auto all() { return std::tie(device, stream); } };
 std::string layout_hash();
 std::vector<std::string> cuda_architectures();
 std::vector<std::string> cpu_isas();
 void use_threads(void* parallel_for, void* num_threads);
-bool launch_cpu(const Segment* table, int64_t segments, bool stochastic, int64_t seed);
+bool launch_cpu(const Segment* table, int64_t segments, Rounding rounding);
 void row_norms_cpu(const Segment* table, int64_t segments, double* out, int64_t n_out);
 int64_t tracked_sizes_cpu(const Segment* table, int64_t segments, int64_t* first_unit);
-void track_cpu(const Segment* table, int64_t segments, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked);
-void untrack_cpu(const Segment* table, int64_t segments, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked);
-void retrack_cpu(const Segment* table, int64_t segments, const Segment* table_before, int64_t segments_before, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked, uint8_t* before);
+void track_cpu(const Segment* table, int64_t segments, Journal journal);
+void untrack_cpu(const Segment* table, int64_t segments, Journal journal);
+void retrack_cpu(const Segment* table, int64_t segments, const Segment* table_before, int64_t segments_before, Journal journal, uint8_t* before);
 std::vector<int64_t> merge_shape(int64_t max_rank, int64_t planes, int64_t element_bytes, int64_t narrowest, int64_t widest, int64_t per_block, int64_t per_processor);
-bool accepts_shape(int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, int64_t planes, int64_t element_bytes, int64_t per_block);
-std::vector<int64_t> hopper_tiles(int64_t max_rank, int64_t planes, int64_t beside, int64_t per_block, bool ahead);
-bool accepts_tiles(int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t planes, int64_t beside, bool ahead, int64_t per_block);
+bool accepts_shape(Blocks blocks, int64_t planes, int64_t element_bytes, int64_t per_block);
+std::vector<int64_t> hopper_tiles(int64_t max_rank, int64_t planes, int64_t extra, int64_t per_block, bool ahead);
+bool accepts_tiles(int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t planes, int64_t extra, bool ahead, int64_t per_block);
 std::string cuda_problem();
-void launch_cuda(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t source_dtype, int64_t destination_dtype, int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, bool stochastic, int64_t seed, int64_t device, void* stream);
-void scale_cuda(const Rounded* jobs, int64_t n_jobs, int64_t dtype, int64_t group, int64_t part, int64_t device, void* stream);
-void launch_hopper(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t dtype, int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, const uint8_t* maps, int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, bool stochastic, int64_t seed, int64_t device, void* stream);
-void launch_hopper_scaled(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t dtype, int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, const uint8_t* maps, int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t group, int64_t part, bool stochastic, int64_t seed, int64_t device, void* stream);
+void launch_cuda(Placed placed, int32_t* counter, int64_t source_dtype, int64_t destination_dtype, int64_t adapters, Units units, Blocks blocks, Rounding rounding, Where where);
+void scale_cuda(const Rounded* jobs, int64_t n_jobs, int64_t dtype, int64_t group, int64_t part, Where where);
+void launch_hopper(Placed placed, int32_t* counter, int64_t dtype, int64_t adapters, Units units, Tiles tiles, Rounding rounding, Where where);
+void launch_hopper_scaled(Placed placed, int32_t* counter, int64_t dtype, int64_t adapters, Units units, Tiles tiles, int64_t group, int64_t part, Rounding rounding, Where where);
 void tensor_maps(const Segment* table, int64_t segments, int64_t adapters, uint8_t* maps);
-void split_adapters(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int64_t n_units, int64_t device, void* stream);
-void row_norms_cuda(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int64_t source_dtype, int64_t n_units, int64_t max_rank, double* out, int64_t device, void* stream);
-void track_cuda(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t dtype, int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, int64_t way, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked, int64_t chunk, uint8_t* before, int64_t room_before, int64_t device, void* stream);
-void track_hopper(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t dtype, int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, const uint8_t* maps, int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t way, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked, int64_t chunk, uint8_t* before, int64_t room_before, int64_t device, void* stream);
+void split_adapters(Placed placed, int64_t n_units, Where where);
+void row_norms_cuda(Placed placed, int64_t source_dtype, int64_t n_units, int64_t max_rank, double* out, Where where);
+void track_cuda(Placed placed, int32_t* counter, int64_t dtype, int64_t adapters, Units units, Blocks blocks, int64_t way, Journal journal, int64_t chunk, Arena before, Where where);
+void track_hopper(Placed placed, int32_t* counter, int64_t dtype, int64_t adapters, Units units, Tiles tiles, int64_t way, Journal journal, int64_t chunk, Arena before, Where where);
 }  // namespace operators
 #define LORA_MERGE_OPERATORS(X) X(layout_hash) X(cuda_architectures) X(cpu_isas) X(use_threads) X(launch_cpu) X(row_norms_cpu) X(tracked_sizes_cpu) X(track_cpu) X(untrack_cpu) X(retrack_cpu) X(merge_shape) X(accepts_shape) X(hopper_tiles) X(accepts_tiles)
 #define LORA_MERGE_CUDA_OPERATORS(X) X(cuda_problem) X(launch_cuda) X(scale_cuda) X(launch_hopper) X(launch_hopper_scaled) X(tensor_maps) X(split_adapters) X(row_norms_cuda) X(track_cuda) X(track_hopper)
 
-constexpr const char* kLayoutHash = "8a07c060a8891978";
+constexpr const char* kLayoutHash = "9d362d22237fdb58";
 
 }  // namespace lora_merge

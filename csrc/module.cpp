@@ -27,7 +27,7 @@ namespace operators {
 
 std::string layout_hash() { return kLayoutHash; }
 
-// As nvcc was told them: "80", "90a"; "120+PTX" is code that later GPUs compile for themselves.
+// As nvcc names them: "80", "90a"; "120+PTX" is code that later GPUs compile for themselves.
 std::vector<std::string> cuda_architectures() {
   std::vector<std::string> names;
 #ifdef LORA_MERGE_CUDA_ARCHITECTURES
@@ -45,9 +45,9 @@ void use_threads(void* parallel_for, void* num_threads) {
 
 // ---- CPU -----------------------------------------------------------------------------------------------------------
 
-bool launch_cpu(const Segment* table, int64_t segments, bool stochastic, int64_t seed) {
+bool launch_cpu(const Segment* table, int64_t segments, Rounding rounding) {
   check_words(table, segments);
-  return cpu::launch(table, segments, stochastic, static_cast<uint64_t>(seed));
+  return cpu::launch(table, segments, rounding.stochastic, static_cast<uint64_t>(rounding.seed));
 }
 
 void row_norms_cpu(const Segment* table, int64_t segments, double* out, int64_t n_out) {
@@ -65,39 +65,33 @@ int64_t tracked_sizes_cpu(const Segment* table, int64_t segments, int64_t* first
 
 namespace {
 
-cpu::Journal journal(const Segment* table, int64_t segments, uint8_t* codes, int64_t n_codes, int64_t* records,
-                     int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked) {
+cpu::Journal checked(const Segment* table, int64_t segments, const Journal& j) {
   std::vector<int64_t> first_unit(segments + 1);
   const int64_t bytes = tracked_sizes_cpu(table, segments, first_unit.data());
-  check(n_codes >= bytes, "codes must have ", bytes, " elements or more, got ", n_codes);
-  check(n_records >= 2 * first_unit[segments], "records must have ", 2 * first_unit[segments],
-        " elements or more, got ", n_records);
-  return {codes, reinterpret_cast<cpu::Record*>(records), arena, room, mark, asked};
+  check(j.n_codes >= bytes, "codes must have ", bytes, " elements or more, got ", j.n_codes);
+  check(j.n_records >= 2 * first_unit[segments], "records must have ", 2 * first_unit[segments],
+        " elements or more, got ", j.n_records);
+  return {j.codes, reinterpret_cast<cpu::Record*>(j.records), j.arena, j.room, j.mark, j.asked};
 }
 
 }  // namespace
 
-void track_cpu(const Segment* table, int64_t segments, uint8_t* codes, int64_t n_codes, int64_t* records,
-               int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked) {
-  cpu::track(table, segments, journal(table, segments, codes, n_codes, records, n_records, arena, room, mark, asked));
+void track_cpu(const Segment* table, int64_t segments, Journal journal) {
+  cpu::track(table, segments, checked(table, segments, journal));
 }
 
-void untrack_cpu(const Segment* table, int64_t segments, uint8_t* codes, int64_t n_codes, int64_t* records,
-                 int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked) {
-  cpu::untrack(table, segments, journal(table, segments, codes, n_codes, records, n_records, arena, room, mark, asked));
+void untrack_cpu(const Segment* table, int64_t segments, Journal journal) {
+  cpu::untrack(table, segments, checked(table, segments, journal));
 }
 
 void retrack_cpu(const Segment* table, int64_t segments, const Segment* table_before, int64_t segments_before,
-                 uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room,
-                 int64_t mark, int64_t* asked, uint8_t* before) {
+                 Journal journal, uint8_t* before) {
   check_words(table_before, segments_before);
   check(segments == segments_before, "a merge of ", segments, " segments cannot follow one of ", segments_before);
-  cpu::retrack(table, segments, journal(table, segments, codes, n_codes, records, n_records, arena, room, mark, asked),
-               table_before, before);
+  cpu::retrack(table, segments, checked(table, segments, journal), table_before, before);
 }
 
-// ---- shapes of launches on a GPU, which any machine can ask for
-// ------------------------------------------------------
+// ---- shapes of launches on a GPU, which any machine can ask for -----------------------------------------------------
 
 std::vector<int64_t> merge_shape(int64_t max_rank, int64_t planes, int64_t element_bytes, int64_t narrowest,
                                  int64_t widest, int64_t per_block, int64_t per_processor) {
@@ -106,23 +100,21 @@ std::vector<int64_t> merge_shape(int64_t max_rank, int64_t planes, int64_t eleme
   return {s->col_warps, s->stages, s->staged_B, s->pad};
 }
 
-bool accepts_shape(int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, int64_t planes,
-                   int64_t element_bytes, int64_t per_block) {
-  const Shape shape{static_cast<int>(col_warps), static_cast<int>(stages), staged_B, static_cast<int>(pad)};
-  return accepts(shape, max_rank, planes, element_bytes, per_block);
+bool accepts_shape(Blocks b, int64_t planes, int64_t element_bytes, int64_t per_block) {
+  const Shape shape{static_cast<int>(b.col_warps), static_cast<int>(b.stages), b.staged_B, static_cast<int>(b.pad)};
+  return accepts(shape, b.max_rank, planes, element_bytes, per_block);
 }
 
-std::vector<int64_t> hopper_tiles(int64_t max_rank, int64_t planes, int64_t beside, int64_t per_block,
-                                  bool ahead) {
-  const auto t = hopper::choose_tiles(max_rank, planes, beside, per_block, ahead);
+std::vector<int64_t> hopper_tiles(int64_t max_rank, int64_t planes, int64_t extra, int64_t per_block, bool ahead) {
+  const auto t = hopper::choose_tiles(max_rank, planes, extra, per_block, ahead);
   if (!t) return {};
   return {t->strip_cols, t->held, t->stages};
 }
 
-bool accepts_tiles(int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t planes, int64_t beside,
+bool accepts_tiles(int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t planes, int64_t extra,
                    bool ahead, int64_t per_block) {
   const hopper::Tiles tiles{static_cast<int>(strip_cols), static_cast<int>(held), static_cast<int>(stages)};
-  return hopper::accepts(tiles, max_rank, planes, beside, ahead, per_block);
+  return hopper::accepts(tiles, max_rank, planes, extra, ahead, per_block);
 }
 
 }  // namespace operators

@@ -29,6 +29,19 @@ T number(PyObject* value) {
   }
 }
 
+// How many of them a parameter takes: a struct (layout.h) as many as it has fields.
+template <class T>
+constexpr size_t words_of() {
+  if constexpr (std::is_class_v<T>) return std::tuple_size_v<decltype(std::declval<T&>().all())>;
+  else return 1;
+}
+
+template <class T>
+void read(PyObject* const*& next, T& value) {
+  if constexpr (std::is_class_v<T>) std::apply([&](auto&... field) { (read(next, field), ...); }, value.all());
+  else value = number<T>(*next++);
+}
+
 // ---- results -------------------------------------------------------------------------------------------------------
 
 inline PyObject* object(bool value) { return PyBool_FromLong(value); }
@@ -49,7 +62,7 @@ PyObject* object(const std::vector<T>& values) {
 
 // ---- calls ---------------------------------------------------------------------------------------------------------
 
-// What a function wants said as a Python warning once it has returned; empty: nothing.
+// The Python warning to issue once a function has returned; empty: none.
 std::string take_warning();
 
 // Other threads of Python run meanwhile.
@@ -63,9 +76,10 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
-template <class Result, class... T, size_t... i>
-PyObject* call(Result (*function)(T...), PyObject* const* arguments, std::index_sequence<i...>) {
-  const std::tuple<T...> values{number<T>(arguments[i])...};
+template <class Result, class... T>
+PyObject* call(Result (*function)(T...), PyObject* const* arguments) {
+  std::tuple<T...> values;
+  std::apply([&](T&... value) { (read(arguments, value), ...); }, values);
   if (PyErr_Occurred() != nullptr) return nullptr;
   try {
     if constexpr (std::is_void_v<Result>) {
@@ -90,11 +104,12 @@ PyObject* call(Result (*function)(T...), PyObject* const* arguments, std::index_
 
 template <class Result, class... T>
 PyObject* counted(const char* name, Result (*function)(T...), PyObject* const* arguments, Py_ssize_t count) {
-  if (count != sizeof...(T)) {
-    PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, Py_ssize_t{sizeof...(T)}, count);
+  constexpr Py_ssize_t wanted = (0 + ... + words_of<T>());
+  if (count != wanted) {
+    PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, wanted, count);
     return nullptr;
   }
-  PyObject* result = call(function, arguments, std::index_sequence_for<T...>());
+  PyObject* result = call(function, arguments);
   const std::string warning = take_warning();
   if (result != nullptr && !warning.empty() && PyErr_WarnEx(PyExc_UserWarning, warning.c_str(), 1) != 0) {
     Py_DECREF(result);

@@ -30,6 +30,7 @@ from .models.delta import Delta
 from .models.peft.read import read_deltas
 from .saving import Saved, merge_checkpoint, save_merged
 from .stream.weights import MergedWeights
+from .training import Training, train_merged
 
 __version__ = "0.1.0"
 
@@ -49,6 +50,7 @@ __all__ = [
     "Segment",
     "SglangSync",
     "SyncReport",
+    "Training",
     "UnsupportedAdapter",
     "VllmSync",
     "megatron",
@@ -61,6 +63,7 @@ __all__ = [
     "run_segments",
     "save_merged",
     "serve",
+    "train_merged",
     "unmerge_",
     "verify",
 ]

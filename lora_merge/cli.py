@@ -62,7 +62,7 @@ COMMANDS = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """All commands and their options."""
+    """Return all commands and their options."""
     parser = argparse.ArgumentParser(
         prog="lora-merge", description="Merge LoRA adapters into base weights: on disk, and in running servers."
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from itertools import compress, count
 from math import prod
 from operator import attrgetter, ne
@@ -16,22 +17,16 @@ from torch import Tensor, nn
 
 from .errors import InvalidInput, NotRestored
 from .kernels import backend as kernels
-from .kernels.plan import writes
-from .kernels.ranges import NARROW, Made, check_in_place, check_range, run_in_range
-from .kernels.replaced import ReplacedRows
-from .kernels.segments import raw
-from .kernels.tracked.plan import TrackedPlan
+from .merge_in_place import InPlaceMerge, UnshardedMerge, copy_bits
 from .models.claims import Look, merging, to_the_end
-from .models.delta import Delta, Job, LazyList, whole_job
+from .models.delta import Delta, Job, LazyList
 from .models.frozen import warn_if_frozen
 from .models.live import Live, live
-from .models.operands import MergePlan, Operands, Turn
 from .models.peft.chosen import check_names, chosen
 from .models.snapshot import Layed, Owners
-from .shards import Address, cut, here
-from .shards.exchange import Exchange, check_strategy
-from .shards.ranks import Ranks, noted
-from .stream.buckets import BUCKET_BYTES, batched
+from .shards import Address, here
+from .shards.exchange import check_strategy
+from .shards.ranks import noted
 
 Model = TypeVar("Model")
 
@@ -55,7 +50,7 @@ class _Known(NamedTuple):
     facts: list[Any]
     strategy: str | None
     backends: dict[torch.device, kernels.Backend]
-    merges: list[_Merge]
+    merges: list[InPlaceMerge]
 
     def stand(self, facts: list[Any], strategy: str | None) -> bool:
         same = all(kernels.pick(device) is backend for device, backend in self.backends.items())
@@ -198,14 +193,14 @@ class _Restore:
         self._errors: list[Exception] = []
         self._left = True
         self._noted = False
-        self.merges: list[_Merge] = []
+        self.merges: list[InPlaceMerge] = []
 
     def copy(self, where: Address) -> Tensor:
-        """A copy of the base of a weight: for users of a tied one that must not see it merged."""
+        """Return a copy of the base of a weight: for users of a tied one that must not see it merged."""
         if where not in self._copies:
             with torch.inference_mode(False):
                 self._copies[where] = torch.empty_like(self._weights[where].data)
-            _copy(self._copies[where], self._weights[where].data)
+            copy_bits(self._copies[where], self._weights[where].data)
         return self._copies[where]
 
     def __enter__(self) -> _Restore:
@@ -213,13 +208,13 @@ class _Restore:
         return self
 
     def merge(self) -> None:
-        """All of it. What is noted for the way back, and PEFT told, while a device works."""
+        """Merge all. While a device works, note what the way back needs and switch PEFT's layers off."""
         for merge in self.merges:
             merge.merge(self.note, self._weights.values())
         self.note()
 
     def note(self) -> None:
-        """What the way back needs, and that PEFT's layers are told; when it is first called."""
+        """Note what the way back needs, and switch PEFT's layers off; the first call does it."""
         if self._noted:
             return
         weights = list(self._weights.values())
@@ -246,7 +241,7 @@ class _Restore:
             to_the_end(self._leave)
 
     def _leave(self) -> None:
-        """May be begun again after an interrupt."""
+        """Put everything back. May be begun again after an interrupt."""
         self._check_memory()
         found: list[tuple[list[bool], list[Tensor | str], list[Tensor | str]]] = []
 
@@ -255,7 +250,7 @@ class _Restore:
                 self._model.on()
                 found[:] = [(self._moved(), self._owners.lost(), self._owners.cut_off())]
 
-        aside = _Once(look)
+        aside = cache(look)  # a merge may call it while the device works
         for merge in self.merges:
             with noted(self._errors):
                 merge.unmerge(aside)
@@ -274,8 +269,8 @@ class _Restore:
         self._left = True
 
     def _check_memory(self) -> None:
-        """Nothing is restored by address if an address is no longer what it was: what became shared memory (a weight
-        was sent to another process) is found there, and all else is lost."""
+        """Check that the memory is where it was. What became shared memory (a weight was sent to another process) is
+        found there; nothing is restored by address if an address is no longer what it was."""
         now = list(map(torch.UntypedStorage.data_ptr, self._storages))
         if now == self._found:
             return
@@ -305,8 +300,8 @@ class _Restore:
         )
 
     def _check_places(self, lost: Sequence[Tensor | str], what: str, those: str) -> None:
-        """What another Parameter than the restored one, or a module with one, would do in the model is not known
-        here."""
+        """Refuse another Parameter in the place of the restored one, or a module with one: what it does in the model is
+        not known here."""
         if lost:
             ids = set(map(id, lost))
             spans = [
@@ -323,18 +318,18 @@ class _Restore:
             )
 
     def _names(self, there: Callable[[int], bool]) -> str:
-        """Of what is merged at some addresses."""
+        """Return the names of what is merged at some addresses."""
         places = (place for merge in self.merges for place in merge.places)
         return ", ".join(dict.fromkeys(name for name, place in places if there(place)))
 
     def _moved(self) -> list[bool]:
-        """Of each weight whether it is elsewhere now; nothing where none is."""
+        """Return for each weight whether it is elsewhere now; nothing where none is."""
         now = list(map(Tensor.data_ptr, self._weights.values()))
         begins = [begin for begin, _ in self._weights]
         return [] if now == begins or not self._storages else list(map(ne, now, begins))
 
     def _put(self, moved: Sequence[bool]) -> None:
-        """The base to where the parameters are now."""
+        """Copy the base to where the parameters are now."""
         if not moved:
             return
         everything = zip(self._weights.items(), self._storages, self._places, self._layouts, strict=True)
@@ -347,32 +342,13 @@ class _Restore:
         written = {here(weight).untyped_storage().data_ptr() for weight, _ in pairs}
         bases = [m.clone() if m.untyped_storage().data_ptr() in written else m for _, m in pairs]
         for (weight, _), base in zip(pairs, bases, strict=True):
-            _copy(weight, base)
-
-
-class _Once:
-    """Work that is done when it is first called."""
-
-    def __init__(self, work: Callable[[], object]) -> None:
-        self._work, self._done = work, False
-
-    def __call__(self) -> None:
-        if not self._done:
-            self._work()
-            self._done = True
-
-
-@writes
-def _copy(to: Tensor, source: Tensor) -> None:
-    """The bits; the values where a parameter was converted."""
-    with torch.inference_mode():
-        raw(to).copy_(raw(source)) if to.dtype == source.dtype else to.copy_(source)
+            copy_bits(weight, base)
 
 
 def _merges_for(
     model: Live, adapted: bool, deltas: Sequence[Delta], jobs: Sequence[Job], strategy: str | None
-) -> list[_Merge]:
-    """The merges of an earlier entry if nothing that they depend on has changed on any rank, or new ones."""
+) -> list[InPlaceMerge]:
+    """Return the merges of an earlier entry if nothing that they depend on has changed on any rank, or new ones."""
     known, ranks, facts = _merges.get(model.key), model.ranks, model.snapshot().facts
     if not ranks.any(known is None or not known.stand(facts, strategy)):
         assert known is not None
@@ -382,138 +358,20 @@ def _merges_for(
     deltas = model.everyones(deltas)
     lines = [f"strategy={strategy!r}", *(delta.describe() for delta in deltas)]
     ranks.same(lines, lambda: lines)
-    make = _Unshard if strategy == "unshard" and not ranks.alone else _Merge
+    make = UnshardedMerge if strategy == "unshard" and not ranks.alone else InPlaceMerge
     with ranks.vote("merged"):
         merges = {
             device: make(
                 [delta for delta in deltas if delta.weight.device == device],
                 [job for job in jobs if job.source.device == device],
-                model.merging if make is _Merge else ranks,
+                model.merging if make is InPlaceMerge else ranks,
                 device,
             )
             for device in sorted({delta.weight.device for delta in deltas}, key=str)
         }
-    if make is _Merge and all(job.source is job.destination for job in jobs):  # no tensors of this entry only
+    if make is InPlaceMerge and all(job.source is job.destination for job in jobs):  # no tensors of this entry only
         for merge in merges.values():
             merge.release()  # what the model lets go of between entries (offloading, a sleep) is freed
         backends = {device: kernels.pick(device) for device in merges}
         _merges[model.key] = _Known(facts, strategy, backends, list(merges.values()))
     return list(merges.values())
-
-
-class _Merge:
-    """The deltas of one device, merged where they lie.
-
-    A weight that is merged in place is tracked, and rows that are replaced are kept; what a tied one's other users get
-    is new: nothing to restore.
-
-    Attributes:
-        places: names of weights and addresses of what is merged of them.
-    """
-
-    def __init__(self, deltas: Sequence[Delta], jobs: Sequence[Job], ranks: Ranks, device: torch.device) -> None:
-        self._operands = Operands([Turn(deltas, jobs)], ranks, device, private=True)
-        here = [job for job in jobs if job.source is job.destination]
-        self.places = [(job.delta.name, job.source.data_ptr()) for job in jobs]
-        segments = [segment for job in here for segment in self._operands.segments(job)]
-        self._tracked = TrackedPlan([segment for segment in segments if segment.rank])
-        self._replaced = ReplacedRows([segment for segment in segments if not segment.rank])
-        self._apart = MergePlan([job for job in jobs if job.source is not job.destination], self._operands)
-        self._device, self._narrow = device, any(job.source.dtype == NARROW for job in here)
-        self._rows = {job.delta.name for job in here if job.delta.magnitude is not None}
-
-    def release(self) -> None:
-        """As `Plan.release`."""
-        self._operands.release()
-        self._tracked.release()
-        self._apart.release()
-
-    def gather(self, first: Callable[[], object]) -> None:
-        """What is collective over the ranks; `first`: to be called before a weight is written here."""
-        self._operands.refresh()
-
-    def merge(self, aside: Callable[[], object], weights: Iterable[Tensor]) -> None:
-        """Merge.
-
-        Args:
-            aside: to be called while the device works; or not.
-            weights: what is merged in place, live.
-
-        Raises:
-            InvalidInput: merged values are beyond float16.
-        """
-
-        def in_place(aside: Callable[[], object] = kernels.idle) -> None:
-            self._tracked.merge(aside)
-            self._replaced.merge(weights)
-
-        in_place(aside)
-        if self._narrow:
-            names = {place: name for name, place in self.places}
-            mine = ((names.get(w.data_ptr(), "a weight"), w) for w in weights if w.device == self._device)
-            results = ((name, w, name in self._rows) for name, w in mine)
-            check_in_place(results, lambda: self.unmerge(kernels.idle), in_place)
-        run_in_range(self._apart.plan)
-
-    def unmerge(self, aside: Callable[[], object]) -> None:
-        """Puts back what was merged in place, where something was; `aside` as for `merge`."""
-        errors: list[Exception] = []
-        with noted(errors):
-            self._tracked.unmerge(aside)
-        with noted(errors):
-            self._replaced.unmerge()
-        if errors:
-            raise errors[0] if len(errors) == 1 else NotRestored("; ".join(map(str, errors)))
-
-    def moved(self, moves: kernels.Moves) -> bool:
-        """As `TrackedPlan.moved`."""
-        return self._tracked.moved(moves)
-
-
-class _Unshard(_Merge):
-    """Whole weights, a bucket of them at a time: gathered, merged, and each rank keeps what is its own."""
-
-    def __init__(self, deltas: Sequence[Delta], jobs: Sequence[Job], ranks: Ranks, device: torch.device) -> None:
-        self._operands = Operands([Turn(deltas, everything={delta.name for delta in deltas})], ranks, device)
-        self._deltas, self._jobs, self._ranks, self._device = deltas, jobs, ranks, device
-        self.places = [(job.delta.name, job.source.data_ptr()) for job in jobs]
-        self._bases: list[Tensor] = []
-
-    def gather(self, first: Callable[[], object]) -> None:
-        """All of it. An error of this rank is raised after the collectives."""
-        errors: list[Exception] = []
-        with noted(errors):
-            super().gather(first)
-        with noted(errors):
-            self._bases = [job.destination.clone() for job in self._jobs]
-            first()
-        for batch in batched(self._deltas, [delta.weight.nbytes for delta in self._deltas], BUCKET_BYTES):
-            with noted(errors):
-                names = [delta.name for delta in batch]
-                exchange = Exchange(names, [delta.weight for delta in batch], self._ranks, self._device)
-                wholes = dict(zip(names, exchange.run(), strict=True))
-                if not errors:
-                    self._merge_wholes(batch, wholes)
-        if errors:
-            raise errors[0]
-
-    @writes
-    def _merge_wholes(self, deltas: Sequence[Delta], wholes: dict[str, Tensor]) -> None:
-        MergePlan([whole_job(d, wholes[d.name], wholes[d.name]) for d in deltas], self._operands).run()
-        for job in (job for job in self._jobs if job.delta.name in wholes):
-            job.destination.copy_(cut(wholes[job.delta.name], (job.start, tuple(job.destination.shape))))
-
-    def merge(self, aside: Callable[[], object], weights: Iterable[Tensor]) -> None:
-        """Done already, but for the look at what it made; raises as `_Merge.merge`."""
-        made = [
-            Made(job.delta.name, base, job.destination, job.delta.magnitude is not None)
-            for job, base in zip(self._jobs, self._bases, strict=True)
-        ]
-        check_range([(some.name, some.result) for some in made], lambda: made)
-
-    def unmerge(self, aside: Callable[[], object]) -> None:
-        for job, base in zip(self._jobs, self._bases, strict=False):  # none before `gather`
-            _copy(job.destination, base)
-
-    def moved(self, moves: kernels.Moves) -> bool:
-        return True  # by tensors, which know where they lie

@@ -22,7 +22,7 @@ from .kernels.cuda import backend as cuda
 from .kernels.cuda import hopper as cuda_hopper
 from .kernels.cuda.kernel import assign
 from .kernels.cuda.merge import MERGES
-from .kernels.cuda.scaled import HopperScaled, apart
+from .kernels.cuda.scaled import HopperScaled, separate
 from .kernels.packed import Codes
 from .kernels.scaled.weights import Scaled, place
 from .kernels.segments import FP8, Segment, pack
@@ -109,7 +109,7 @@ def _architecture(device: torch.device) -> str:
 
 
 def _first(device: torch.device, names: Sequence[str], found: Findings) -> str:
-    """The backend for a device, and why those before it cannot run."""
+    """Return the backend for a device, and why those before it cannot run."""
     modules = {"cpu": cpu, "cuda": cuda, "triton": triton}
     try:
         reasons = [(name, modules[name].unavailable(device)) for name in names if name in modules]
@@ -127,7 +127,7 @@ def _first(device: torch.device, names: Sequence[str], found: Findings) -> str:
 
 
 def _kinds(device: torch.device) -> Iterator[tuple[str, str]]:
-    """Which compiled kernel takes which kind of segment: they are asked."""
+    """Yield which compiled kernel takes which kind of segment: they are asked."""
 
     def plain(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cpu")
@@ -147,7 +147,7 @@ def _kinds(device: torch.device) -> Iterator[tuple[str, str]]:
     values = plain(FP8, 64, 64)
     target = Scaled(values, plain(fp32, 1), "tensor", bf16)
     segment = Segment("results", plain(bf16, 64, 64), values, plain(bf16, 8, 64), plain(bf16, 64, 8))
-    at_once, _ = apart(place([segment], [target]), device)
+    at_once, _ = separate(place([segment], [target]), device)
     yield "results of 8 bits", HopperScaled.name if at_once else "merged to 16 bits first, and scaled from there"
     if torch.cuda.get_device_capability(device)[0] == 9 and not cuda_hopper._available(device):
         yield "  why", "the module was compiled without 9.0a, so that Hopper's own kernel is not in it"

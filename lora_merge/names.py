@@ -57,7 +57,7 @@ class NamedTensor(NamedTuple):
 
 
 def hf_name(name: str) -> str:
-    """The HF checkpoint name of a parameter's path in a wrapped model.
+    """Return the HF checkpoint name of a parameter's path in a wrapped model.
 
     Strips `base_model.model.` at the start, and `base_layer`, `modules_to_save.<adapter>`, `_orig_mod`,
     `_checkpoint_wrapped_module` and `_fsdp_wrapped_module` as whole path components (`base_layer_norm` stays). Where
@@ -73,8 +73,8 @@ def hf_name(name: str) -> str:
 
 
 def unwrapped(key: str) -> str:
-    """A name out of a file, without what wrappers have added to it: `_orig_mod`, `_checkpoint_wrapped_module` and
-    `_fsdp_wrapped_module` anywhere, `module` in front, also behind `base_model.model`, which is taken off, too."""
+    """Return a name out of a file, without what wrappers have added to it: `_orig_mod`, `_checkpoint_wrapped_module`
+    and `_fsdp_wrapped_module` anywhere, `module` in front, also behind `base_model.model`, which is taken off, too."""
     parts = [part for part in key.split(".") if part not in _IN_FILES]
     while parts[:1] == ["module"] or parts[:2] == ["base_model", "model"]:
         parts = parts[1 if parts[0] == "module" else 2 :]
@@ -84,15 +84,15 @@ def unwrapped(key: str) -> str:
 def check_module(model: Any) -> None:
     """Raise `InvalidInput` unless a model is a module."""
     if not isinstance(model, nn.Module):
-        told = repr(model)[:80] if isinstance(model, str) else f"a {type(model).__name__}"
+        got = repr(model)[:80] if isinstance(model, str) else f"a {type(model).__name__}"
         raise InvalidInput(
             "model must be a torch.nn.Module that holds its weights (a PeftModel, what from_pretrained returned), or "
-            f"the chunks of a megatron-core model where these are taken; got {told}"
+            f"the chunks of a megatron-core model where these are taken; got {got}"
         )
 
 
 def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module that takes part in the model's forward, in order, under its HF name.
+    """Yield every module that takes part in the model's forward, in order, under its HF name.
 
     A wrapper is yielded before the module in it, under the same name; a module that has two places comes twice. Of a
     module in `modules_to_save` the copy of the active adapter is followed, or the original where no adapter is
@@ -131,7 +131,7 @@ class Trail(NamedTuple):
 
 
 def trail(model: nn.Module) -> Iterator[Trail]:
-    """The modules of a model, some hundred at a time and what is below these next, with little Python for each.
+    """Yield the modules of a model, some hundred at a time and what is below these next, with little Python for each.
 
     What is looked at of modules while they are at hand is in the CPU's caches.
     """
@@ -177,8 +177,8 @@ def trail(model: nn.Module) -> Iterator[Trail]:
 
 
 def column(name: str, insides: Sequence[dict[str, Any]], modules: Iterable[nn.Module]) -> list[Any]:
-    """An attribute of many modules, straight out of their dicts where all have it there: `__getattr__` of thousands of
-    modules takes its time."""
+    """Return an attribute of many modules, straight out of their dicts where all have it there: `__getattr__` of
+    thousands of modules takes its time."""
     try:
         return list(map(itemgetter(name), insides))
     except KeyError:
@@ -188,7 +188,7 @@ def column(name: str, insides: Sequence[dict[str, Any]], modules: Iterable[nn.Mo
 def _all_wrapped(
     wrappers: Sequence[nn.Module], insides: Iterable[dict[str, Any]], child: str
 ) -> Sequence[nn.Module | None]:
-    """The module inside each of some wrappers of one class."""
+    """Return the module inside each of some wrappers of one class."""
     if child != "modules_to_save":
         with suppress(KeyError, TypeError):
             inside = list(map(itemgetter(child), map(itemgetter("_modules"), insides)))
@@ -198,7 +198,7 @@ def _all_wrapped(
 
 
 def wrapped(module: nn.Module) -> nn.Module | None:
-    """The module inside a wrapper; None if `module` is no wrapper."""
+    """Return the module inside a wrapper; None if `module` is no wrapper."""
     cls = type(module)
     child = _kinds[cls] if cls in _kinds else _kind(cls)
     if child is None:
@@ -213,30 +213,30 @@ def wrapped(module: nn.Module) -> nn.Module | None:
 
 
 def choices(seen: Trail) -> list[int]:
-    """The numbers of wrappers whose adapters choose which of several modules is inside."""
+    """Return the numbers of wrappers whose adapters choose which of several modules is inside."""
     chosen = {cls for cls in set(seen.kinds) if _kind(cls) == "modules_to_save"}
     return [at for at, cls in enumerate(seen.kinds) if cls in chosen] if chosen else []
 
 
 def wrappers() -> dict[str, str]:
-    """Which classes `walk` looks through."""
+    """Return the classes that `walk` looks through."""
     return dict(_WRAPPERS)
 
 
 def any_wrapper(modules: Iterable[nn.Module]) -> bool:
-    """Whether some of many modules are wrappers."""
+    """Return True if some of many modules are wrappers."""
     return any(_kind(cls) is not None for cls in set(map(type, modules)))
 
 
 def innermost(module: nn.Module) -> nn.Module:
-    """The module inside all wrappers around it."""
+    """Return the module inside all wrappers around it."""
     while (inner := wrapped(module)) is not None:
         module = inner
     return module
 
 
 def _active_copy(wrapper: Any) -> nn.Module:
-    """The module that a ModulesToSaveWrapper's forward calls."""
+    """Return the module that a ModulesToSaveWrapper's forward calls."""
     active = wrapper.active_adapters
     if wrapper.disable_adapters or not active or any(name not in wrapper.modules_to_save for name in active):
         return wrapper.original_module
@@ -252,7 +252,7 @@ def register_wrapper(path: str, child: str) -> None:
 def named_tensors(
     model: nn.Module, parameters: Callable[[nn.Module], Iterable[tuple[str, Tensor]]] | None = None
 ) -> Iterator[NamedTensor]:
-    """Parameters and persistent buffers of the model without its adapters, under HF names.
+    """Yield parameters and persistent buffers of the model without its adapters, under HF names.
 
     Tied weights come once for each of their names. Values are the base's: adapters are not added here.
 
@@ -272,7 +272,7 @@ def named_tensors(
 
 
 def unsaved_buffers(model: nn.Module) -> Iterator[NamedTensor]:
-    """Buffers that are not persistent: no checkpoint has them."""
+    """Yield buffers that are not persistent: no checkpoint has them."""
     for name, module in walk(model):
         for key in module._non_persistent_buffers_set:
             buffer = module._buffers.get(key)
@@ -281,22 +281,22 @@ def unsaved_buffers(model: nn.Module) -> Iterator[NamedTensor]:
 
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters that a module itself holds."""
+    """Yield the parameters that a module itself holds."""
     for key, parameter in module._parameters.items():
         if parameter is not None:
             yield key, parameter
 
 
 def lineage(cls: type) -> tuple[str, ...]:
-    """Dotted paths of a class and its ancestors, nearest first: `isinstance` without an import."""
+    """Return the dotted paths of a class and its ancestors, nearest first: `isinstance` without an import."""
     if cls not in _lineages:
         _lineages[cls] = tuple(f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__)
     return _lineages[cls]
 
 
 def path_of(cls: type) -> str:
-    """Dotted path of a class; where torch has made it of another one (`fully_shard` makes an FSDPLinear of a Linear),
-    of that other one."""
+    """Return the dotted path of a class; where torch has made it of another one (`fully_shard` makes an FSDPLinear of a
+    Linear), of that other one."""
     paths = lineage(cls)
     if len(paths) < 2 or not paths[1].startswith(_PARALLEL):
         return paths[0]
@@ -308,7 +308,7 @@ _PARALLEL = "torch.distributed."
 
 
 def _kind(cls: type) -> str | None:
-    """The child that a wrapper of this class wraps; None for other classes."""
+    """Return the child that a wrapper of this class wraps; None for other classes."""
     if cls not in _kinds:
         _kinds[cls] = next((_WRAPPERS[path] for path in lineage(cls) if path in _WRAPPERS), None)
     return _kinds[cls]

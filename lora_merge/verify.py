@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .errors import InvalidInput
 from .kernels.checks import check_dtype
 from .models.delta import Delta, whole_job
-from .models.operands import MergePlan, Operands, Turn
+from .models.operands import Operands, Turn, merge_plan
 from .models.peft.read import read_deltas
 from .shards.ranks import Ranks
 from .stream.buckets import checksum
@@ -174,14 +174,15 @@ class Change:
 
 
 def change_of(delta: Delta, dtype: torch.dtype, rounding: str = "nearest", seed: int | None = None) -> Change:
-    """What a delta changes of its weight, which is whole and has values, in float64, a block of rows at a time."""
+    """Return what a delta changes of its weight, which is whole and has values, in float64, a block of rows at a
+    time."""
     if not delta.weight.whole:
         raise InvalidInput(f"{delta.name} is sharded: measure the rounding loss on a model that is whole on one device")
     weight = delta.weight.pieces[0].tensor
     rounded = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     operands = Operands([Turn([delta], everything={delta.name})], Ranks(), weight.device)
     operands.refresh()
-    MergePlan([whole_job(delta, weight, rounded)], operands).run(rounding=rounding, seed=seed)
+    merge_plan([whole_job(delta, weight, rounded)], operands).run(rounding=rounding, seed=seed)
     if delta.rows:
         return _replaced(delta, weight, rounded)
     lora_A, lora_B, scaling = operands.factors(delta)
@@ -207,7 +208,6 @@ def _change(base: Tensor, exact: Tensor, rounded: Tensor) -> Change:
 
 
 def _replaced(delta: Delta, weight: Tensor, rounded: Tensor) -> Change:
-    """Of a weight of which rows are replaced."""
     rest = torch.linalg.vector_norm(weight, dtype=torch.float64).square()
     found = Change()
     for rows in delta.rows:

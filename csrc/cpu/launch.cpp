@@ -121,13 +121,13 @@ std::vector<std::string> isas() {
 
 bool launch(const Segment* segments, int64_t count, bool stochastic, uint64_t seed) {
   const Kernels& k = kernels();
-  int64_t apart = 0;  // elements whose result lies elsewhere than their source
+  int64_t moved = 0;  // elements whose result lies elsewhere than their source
   for (const Segment* s = segments; s < segments + count; ++s) {
-    if (s->source != s->destination && !is_raw(*s)) apart += s->rows * s->cols;
+    if (s->source != s->destination && !is_raw(*s)) moved += s->rows * s->cols;
   }
   std::atomic<bool> finite{true};
   for_units<Scratch>(segments, count, merge_cut, [&](int64_t, int64_t, Unit unit, Scratch& scratch) {
-    unit.streamed = apart > kStreamed && unit.segment->source != unit.segment->destination;
+    unit.streamed = moved > kStreamed && unit.segment->source != unit.segment->destination;
     is_raw(*unit.segment) ? copy(unit) : k.merge(unit, stochastic, seed, scratch);
     if (scratch.beyond) finite = false;
   });

@@ -174,7 +174,7 @@ inline bool any_beyond(const Float16* from, int64_t n, int64_t step) {
 }
 inline bool any_beyond(const void*, int64_t, int64_t) { return false; }  // other types reach as far as the sums do
 
-constexpr int64_t kCoded = 0x100;  // beside the dtype codes
+constexpr int64_t kCoded = 0x100;  // none of the dtype codes
 
 inline bool is_coded(const Segment& s) { return s.dtypes >> 32 != kPlain; }
 

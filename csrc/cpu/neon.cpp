@@ -69,7 +69,7 @@ inline V at_most_3(V x) {
   else return (V)vminq_u32((uint32x4_t)x, vdupq_n_u32(3));
 }
 
-// A code has two bits beside each other.
+// A code is two adjacent bits.
 inline int16x8_t places() {
   constexpr int16_t kPlaces[] = {0, 2, 4, 6, 8, 10, 12, 14};
   return vld1q_s16(kPlaces);

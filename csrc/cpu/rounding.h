@@ -1,4 +1,4 @@
-// What merge.h asks of AVX-512 where it has bf16, beside avx512.h; included by translation units that set kTileRows.
+// What merge.h asks of AVX-512 where it has bf16, with avx512.h; included by translation units that set kTileRows.
 
 // One instruction rounds to bf16, but it takes denormals for zeros.
 inline bool any_special(const F (&t)[kTileRows][2]) {

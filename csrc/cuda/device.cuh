@@ -194,7 +194,7 @@ __device__ __forceinline__ void wait_async_all_but(int pending) {
   }
 }
 
-// Lets a kernel have so much shared memory. A refusal is told here alone: left with the runtime as its last error, it
+// Lets a kernel have so much shared memory. A refusal is returned, no more: left with the runtime as its last error, it
 // would be read as that of the next launch.
 template <typename Kernel>
 cudaError_t allow_shared(Kernel kernel, int bytes) {

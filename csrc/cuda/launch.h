@@ -11,7 +11,7 @@ namespace lora_merge {
 struct Launch {
   const Segment* segments;      // on the device; null = inline_segments
   const int32_t* unit_segment;  // on the device: index of the segment of every unit of work; null with inline_segments
-  int32_t* counter;             // on the device: two zeros, and again after the launch; null: units go round the blocks
+  int32_t* counter;             // on the device, [2], zeroed; the kernel resets it. Null: units go round the blocks
   int32_t n_segments;
   int32_t n_units;        // of merging, numbered first
   int32_t n_raw_units;    // of copying, numbered after them

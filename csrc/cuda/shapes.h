@@ -92,8 +92,8 @@ constexpr int kFactorBytes = 4 * kFactorWords;
 static_assert(kFactorsAtOnce == 64);
 
 // Shared memory: the stages, boxes of lora_A, those of the strip split into parts, or where they are split ahead what
-// comes next, the factors of boxes of pairs, the kernel's own. A stage: W, lora_B with its factors, what the way wants
-// beside them.
+// comes next, the factors of boxes of pairs, the kernel's own. A stage: W, lora_B with its factors, what the
+// epilogue adds.
 struct Layout {
   int cols, stage_bytes, stages, bytes_of_A, held, bytes_of_parts, bytes_of_next, bytes_of_factors, bytes_of_B;
   LORA_MERGE_HD constexpr int before_parts() const { return stages * stage_bytes + held * bytes_of_A; }
@@ -104,15 +104,15 @@ struct Layout {
   LORA_MERGE_HD constexpr int total() const { return before_own() + kOwn; }
 };
 
-// `beside`: bytes for each box of W. `ahead`: lora_A of the next unit is brought as early as there is room for it, and
-// float32 lora_A (three planes) then split ahead of the products: else a box of it is held as it comes, and split by
-// those who multiply.
-constexpr Layout layout_of(const Tiles& tiles, int max_rank, int planes, int beside, bool ahead) {
+// `extra`: bytes of the epilogue for each box of W. `ahead`: lora_A of the next unit is brought as early as there is
+// room for it, and float32 lora_A (three planes) then split ahead of the products: else a box of it is held as it
+// comes, and split by those who multiply.
+constexpr Layout layout_of(const Tiles& tiles, int max_rank, int planes, int extra, bool ahead) {
   const int chunks = chunks_of(max_rank), factors = planes == 2 ? 2 * kFactorBytes : 0;
   const int of_A = chunks * chunk_bytes(planes), of_parts = planes == 3 ? 3 * chunks * kPartBytes : 0;
   const int of_B = chunks * chunk_bytes(planes) + factors;
   return {tiles.strip_cols,
-          (tiles.strip_cols / kBoxCols * (kBoxBytes + beside) + of_B + 1023) & -1024,
+          (tiles.strip_cols / kBoxCols * (kBoxBytes + extra) + of_B + 1023) & -1024,
           tiles.stages,
           planes == 3 && ahead ? of_parts : of_A,
           tiles.held,
@@ -125,19 +125,19 @@ constexpr Layout layout_of(const Tiles& tiles, int max_rank, int planes, int bes
 // Whether a launch takes them, where a block may have `per_block` bytes of shared memory. Held boxes of float32 lora_A
 // that are not split ahead are shared out to two groups; of others a strip's are there at once. In parts there is a
 // chunk of each of two products (kernels/cuda/table.py has pairs for more).
-constexpr bool accepts(const Tiles& t, int max_rank, int planes, int beside, bool ahead, int per_block) {
+constexpr bool accepts(const Tiles& t, int max_rank, int planes, int extra, bool ahead, int per_block) {
   const bool known = (t.strip_cols == 256 || t.strip_cols == 128 || (t.strip_cols == 64 && planes == 2)) &&
                      t.stages >= 2 && t.stages <= kMaxStages && t.held > 0 && t.held <= kMaxHeld && max_rank >= 0 &&
                      max_rank <= (planes == 3 ? 2 * kChunk : kMaxRank) && planes >= 1 && planes <= 3;
   const bool held = planes == 3 && !ahead ? t.held % 2 == 0 : t.held >= t.strip_cols / kBoxCols;
-  return known && held && layout_of(t, max_rank, planes, beside, ahead).total() <= per_block;
+  return known && held && layout_of(t, max_rank, planes, extra, ahead).total() <= per_block;
 }
 
 // Wide strips read lora_B less often; stages hide the latency of memory. None where the rank leaves no room.
-inline std::optional<Tiles> choose_tiles(int max_rank, int planes, int beside, int per_block, bool ahead) {
+inline std::optional<Tiles> choose_tiles(int max_rank, int planes, int extra, int per_block, bool ahead) {
   const auto most_stages = [&](int strip_cols, int held) {
     int stages = kMaxStages;
-    while (stages > 0 && !accepts({strip_cols, held, stages}, max_rank, planes, beside, ahead, per_block)) --stages;
+    while (stages > 0 && !accepts({strip_cols, held, stages}, max_rank, planes, extra, ahead, per_block)) --stages;
     return stages;
   };
   struct Try {

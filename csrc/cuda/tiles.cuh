@@ -55,7 +55,7 @@ __device__ __forceinline__ Eight unpack(const Packed<T>& packed) {
   return x;
 }
 
-// Rounding beside the usual path: rows with a factor, stochastic rounding. Pairs of elements are `step` columns apart.
+// Rounding off the usual path: rows with a factor, stochastic rounding. Pairs of elements are `step` columns apart.
 template <typename T>
 __device__ __noinline__ Packed<T> round_special(Eight x, const Segment& s, int row, int col, int step, bool stochastic,
                                                 uint64_t seed) {

@@ -23,7 +23,16 @@ bool quiet() {
   return !raised;
 }
 
-PyObject* answer(bool yes) { return PyBool_FromLong(quiet() && yes); }
+// Whether it can be watched.
+template <class Call>
+PyObject* noted(const Call& call) {
+  try {
+    const bool noted = call();
+    return PyBool_FromLong(quiet() && noted);
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
+}
 
 bool expect(const char* what, Py_ssize_t wanted, Py_ssize_t got) {
   if (wanted != got) PyErr_Format(PyExc_TypeError, "Watch.%s takes %zd arguments, got %zd", what, wanted, got);
@@ -68,41 +77,27 @@ PyObject* add(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   if (!expect("add", kWatchAdd, count) || !expect_list(arguments[0]) || !expect_list(arguments[1])) return nullptr;
   const char* kinds = PyUnicode_AsUTF8AndSize(arguments[3], nullptr);
   if (kinds == nullptr || PyTuple_Size(arguments[2]) < 0) return nullptr;
-  try {
-    return answer(of(self).add(arguments[0], arguments[1], arguments[2], kinds));
-  } catch (const std::bad_alloc&) {
-    return PyErr_NoMemory();
-  }
+  return noted([&] { return of(self).add(arguments[0], arguments[1], arguments[2], kinds); });
 }
 
 PyObject* add_tensors(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   if (!expect("add_tensors", kWatchTensors, count)) return nullptr;
   if (!expect_list(arguments[0]) || !expect_list(arguments[1])) return nullptr;
-  try {
-    return answer(of(self).add_tensors(arguments[0], arguments[1]));
-  } catch (const std::bad_alloc&) {
-    return PyErr_NoMemory();
-  }
+  return noted([&] { return of(self).add_tensors(arguments[0], arguments[1]); });
 }
 
-PyObject* give(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-  if (!expect("give", kWatchGive, count) || !expect_list(arguments[0])) return nullptr;
-  try {
-    return answer(of(self).give(arguments[0]));
-  } catch (const std::bad_alloc&) {
-    return PyErr_NoMemory();
-  }
+PyObject* give(PyObject* self, PyObject* objects) {
+  if (!expect_list(objects)) return nullptr;
+  return noted([&] { return of(self).give(objects); });
 }
 
-PyObject* done(PyObject* self, PyObject* const*, Py_ssize_t count) {
-  if (!expect("done", kWatchDone, count)) return nullptr;
+PyObject* done(PyObject* self, PyObject*) {
   of(self).done();
   Py_RETURN_NONE;
 }
 
-PyObject* again(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-  if (!expect("again", kWatchAgain, count)) return nullptr;
-  const bool same = of(self).unchanged(arguments[0]);
+PyObject* again(PyObject* self, PyObject* root) {
+  const bool same = of(self).unchanged(root);
   if (!quiet() || !same) Py_RETURN_NONE;
   const auto& given = of(self).given();
   // All are held before anything is made, which may set off a collection.
@@ -128,13 +123,12 @@ PyCFunction method(Function* function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
-PyMethodDef methods[] = {
-    {"add", method(add), METH_FASTCALL, "Notes attributes of objects; False if that cannot be."},
-    {"add_tensors", method(add_tensors), METH_FASTCALL, "Notes tensors; False if that cannot be."},
-    {"give", method(give), METH_FASTCALL, "Notes a list of what was noted, which `again` is to give."},
-    {"done", method(done), METH_FASTCALL, "Nothing more is noted."},
-    {"again", method(again), METH_FASTCALL, "The lists, if all is as it was; else None."},
-    {nullptr, nullptr, 0, nullptr}};
+PyMethodDef methods[] = {{"add", method(add), METH_FASTCALL, "Notes attributes of objects; False if that cannot be."},
+                         {"add_tensors", method(add_tensors), METH_FASTCALL, "Notes tensors; False if that cannot be."},
+                         {"give", give, METH_O, "Notes a list of what was noted, which `again` is to give."},
+                         {"done", done, METH_NOARGS, "Nothing more is noted."},
+                         {"again", again, METH_O, "The lists, if all is as it was; else None."},
+                         {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(make)},
                        {Py_tp_dealloc, reinterpret_cast<void*>(drop)},

@@ -62,7 +62,7 @@ class Accuracy:
 
 
 def compare(result: Tensor, base: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Accuracy:
-    """`result` `[out, in]` against float64 `base + scaling * lora_B @ lora_A`; all values finite."""
+    """Compare `result` `[out, in]` with float64 `base + scaling * lora_B @ lora_A`; all values are finite."""
     seen = Accuracy()
     a, b = lora_A.double(), lora_B.double()
     step = max(1, BLOCK[base.device.type] // base.shape[1])
@@ -83,8 +83,8 @@ def compare(result: Tensor, base: Tensor, lora_A: Tensor, lora_B: Tensor, scalin
 
 
 def accuracy_of(comparisons: Sequence[Callable[[], Accuracy]], device: torch.device) -> Accuracy:
-    """The sum of all comparisons. On a CPU they run side by side, a thread each: many small operations on all threads
-    would wait for the slowest thread at every one of them."""
+    """Return the sum of all comparisons. On a CPU each has a thread of its own: small operations on all threads would
+    wait for the slowest one at every step."""
     threads = torch.get_num_threads()
     workers = threads if device.type == "cpu" else 1
     try:
@@ -95,7 +95,7 @@ def accuracy_of(comparisons: Sequence[Callable[[], Accuracy]], device: torch.dev
 
 
 def round_once(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Finite float64 to `dtype`, to nearest, ties to even.
+    """Round finite float64 to `dtype`, to nearest, ties to even.
 
     Beside a constant whose last bit weighs one ulp of the result, the float64 adder rounds there; taking the constant
     off again is exact.
@@ -105,14 +105,14 @@ def round_once(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """float64: the step between neighbouring numbers of `dtype` at finite float64 `x`."""
+    """Return the step between neighbouring numbers of `dtype` at finite float64 `x`, float64."""
     fraction, lowest = _FORMAT[dtype]
     exponent = (x.view(torch.int64) >> 52).bitwise_and_(0x7FF).clamp_(min=lowest + 1023)
     return exponent.sub_(fraction).bitwise_left_shift_(52).view(torch.float64)
 
 
 def _ordinal(x: Tensor) -> Tensor:
-    """Numbers in order as integers, neighbours one apart, both zeros at 0: int32 (int64 for float32)."""
+    """Map numbers in order to integers, neighbours one apart, both zeros at 0: int32 (int64 for float32)."""
     if x.element_size() == 2:
         bits = x.view(torch.int16).int()
         return torch.where(bits < 0, -(bits & 0x7FFF), bits)
@@ -121,6 +121,6 @@ def _ordinal(x: Tensor) -> Tensor:
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors are equal bit for bit: NaN equals itself, -0.0 differs from 0.0."""
+    """Return True if two tensors are equal bit for bit: NaN equals itself, -0.0 differs from 0.0."""
     words = {2: torch.int16, 4: torch.int32}[x.element_size()]
     return torch.equal(x.view(words), y.view(words))

@@ -78,7 +78,7 @@ def train_adapter(folder: Path, checkpoint: Path, rank: int, steps: int = 12) ->
 
 
 def _licence() -> bytes:
-    """Of this package: out of the repository, or from beside an installed wheel."""
+    """Return the licence of this package, from the repository or an installed wheel."""
     if (ROOT / "LICENSE").is_file():
         return (ROOT / "LICENSE").read_bytes()
     files = distribution("lora-merge").files or ()
@@ -99,7 +99,7 @@ def elements(folder: Path) -> int:
 def load(
     checkpoint: Path, adapter: Path, dtype: torch.dtype, adapter_dtype: torch.dtype, device: torch.device
 ) -> tuple[nn.Module, Callable[[int], Tensor]]:
-    """A PeftModel from disk; and the base weight of its n-th LoRA layer, as loaded."""
+    """Return a PeftModel from disk; and the base weight of its n-th LoRA layer, as loaded."""
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
     from transformers import AutoModelForCausalLM
@@ -120,17 +120,17 @@ def load(
 
 @contextmanager
 def _told(option: str, folder: Path) -> Iterator[None]:
-    """What a library says of a folder that it cannot load is an error that names the option."""
+    """Turn what a library raises about a folder into an error that names the option."""
     try:
         yield
     except Exception as error:
-        told = str(error).strip().partition("\n")[0]
-        raise InvalidInput(f"{option} {folder} cannot be loaded: {type(error).__name__}: {told}") from error
+        message = str(error).strip().partition("\n")[0]
+        raise InvalidInput(f"{option} {folder} cannot be loaded: {type(error).__name__}: {message}") from error
 
 
 @contextmanager
 def _complete(folder: Path) -> Iterator[Path]:
-    """A folder to write in, renamed to `folder` once all is there: an interrupted run leaves nothing half written."""
+    """Yield a folder that is renamed to `folder` once all is there: an interrupted run leaves nothing half written."""
     part = folder.with_name(f"{folder.name}.{os.getpid()}")
     part.mkdir(parents=True)
     yield part

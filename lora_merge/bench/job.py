@@ -1,4 +1,4 @@
-"""How fast, in how much memory and how exactly LoRA adapters are merged: lora_merge beside PEFT and torch.addmm_.
+"""How fast, in how much memory and how exactly LoRA adapters are merged: lora_merge, PEFT and torch.addmm_.
 
 Without options a Qwen2 checkpoint is written and an adapter trained on it, both in a folder that a second run finds
 again; they are loaded back through transformers and peft, merged with every method, and each result is checked against
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import lora_merge
 
 from ..extras import root_of
-from ..kernels import backend as kernels
+from ..kernels import backend
 from ..kernels.cuda.table import PARTS_RANK
 from . import checkpoint, report, shapes, timing
 from .accuracy import Accuracy, accuracy_of, compare, same_bits
@@ -74,7 +74,7 @@ class Method:
 
 
 def in_place(model: PeftModel, matrices: Sequence[Matrix]) -> Method:
-    """One `Plan` over all weights; back by subtraction, which is not exact."""
+    """Merge by one `Plan` over all weights; back by subtraction, which is not exact."""
 
     def plan(sign: int) -> lora_merge.Plan:
         return lora_merge.Plan(
@@ -88,7 +88,7 @@ def in_place(model: PeftModel, matrices: Sequence[Matrix]) -> Method:
 
 
 def out_of_place(model: PeftModel, matrices: Sequence[Matrix], dtype: torch.dtype | None = None) -> Method:
-    """One `Plan` into tensors that lie ready, as a bucket's or an engine's do; the weights are only read."""
+    """Merge by one `Plan` into tensors that exist, as a bucket's or an engine's do; the weights are only read."""
     outs = [torch.zeros_like(m.weight, dtype=dtype) for m in matrices]
     begin = time.perf_counter()
     plan = lora_merge.Plan(
@@ -103,12 +103,12 @@ def out_of_place(model: PeftModel, matrices: Sequence[Matrix], dtype: torch.dtyp
 
 
 def into_bf16(model: PeftModel, matrices: Sequence[Matrix]) -> Method:
-    """Out of place, as a float32 trainer fills a bf16 engine."""
+    """Merge out of place, as a float32 trainer fills a bf16 engine."""
     return out_of_place(model, matrices, torch.bfloat16)
 
 
 def merged(model: PeftModel, matrices: Sequence[Matrix]) -> Method:
-    """The context manager over the PeftModel: merged inside, restored bit for bit after."""
+    """Use the context manager over the PeftModel: merged inside, restored bit for bit after."""
     contexts = []
 
     def enter() -> None:
@@ -122,12 +122,12 @@ def merged(model: PeftModel, matrices: Sequence[Matrix]) -> Method:
 
 
 def peft(model: PeftModel, matrices: Sequence[Matrix]) -> Method:
-    """PEFT's own calls, on the same model."""
+    """Merge by PEFT's own calls, on the same model."""
     return Method(model.merge_adapter, model.unmerge_adapter, lambda: [m.weight for m in matrices])
 
 
 def addmm_(model: PeftModel, matrices: Sequence[Matrix]) -> Method:
-    """`torch.addmm_` a matrix. It takes one dtype, so adapters are cut to the weight's before the clock starts."""
+    """Run `torch.addmm_` a matrix. It takes one dtype, so adapters are cut to the weight's before the clock starts."""
     cut = [(m, m.lora_A.to(m.weight.dtype), m.lora_B.to(m.weight.dtype)) for m in matrices]
 
     def add(sign: int) -> None:
@@ -154,7 +154,7 @@ ROOM = {
     "peft": 0.0,
     "addmm_": 0.0,
 }
-"""What methods take beside the weights, in multiples of their bytes; a method without room is skipped."""
+"""What methods take on top of the weights, in multiples of their bytes; a method without room is skipped."""
 _BESIDE = 12
 """Bytes an element of the largest weight that drawing, merging and checking it take: three float32."""
 
@@ -163,7 +163,7 @@ BUDGET_S = 10
 
 
 def measure(method: Method, matrices: Sequence[Matrix], device: torch.device, repeat: int) -> dict[str, Any]:
-    """Accuracy, whether the way back restores the bits, then time and peak memory of one method."""
+    """Measure one method: accuracy, whether the way back restores the bits, then time and peak memory."""
 
     def reset() -> None:
         for m in matrices:
@@ -213,7 +213,7 @@ def measure(method: Method, matrices: Sequence[Matrix], device: torch.device, re
 
 
 def product_parts(device: torch.device, dtype: torch.dtype, adapter_dtype: torch.dtype, rank: int) -> int:
-    """Products of the matrix unit for one of the adapter, where weights and results are of one dtype.
+    """Return how many products of the matrix unit one of the adapter takes, where weights and results have one dtype.
 
     On a GPU float32 adapters are split in three bf16 parts, of which six products count, those above rank 32 of 16-bit
     weights in two fp16 parts, of which three do (docs/performance.md).
@@ -230,7 +230,7 @@ def compare_methods(
     args: argparse.Namespace,
     progress: report.Progress,
 ) -> report.Record:
-    """Every method on the same weights, and both limits of the machine, measured before and after them."""
+    """Measure every method on the same weights, and both limits of the machine before and after them."""
     nbytes = sum(m.weight.nbytes for m in matrices)
     largest = max(_BESIDE * m.weight.numel() for m in matrices)
     progress.say("the machine's limits: one large copy of the same bytes, and products of matrices")
@@ -271,7 +271,7 @@ def compare_methods(
         "products_ms": products_ms,
         "operations_s": operations,
         "repeat": args.repeat,
-        "backend": kernels.name_of(kernels.pick(args.device)),
+        "backend": backend.name_of(backend.pick(args.device)),
         "methods": measured,
         "skipped": skipped,
         **report.provenance(args.device),
@@ -279,7 +279,7 @@ def compare_methods(
 
 
 def matrices_of(model: PeftModel, base: Callable[[int], Tensor]) -> list[Matrix]:
-    """Every base weight that the model's adapter adds to; plain Linear adapters, which all methods here can merge."""
+    """Return every base weight that the model's adapter adds to; all methods here merge its plain Linear adapters."""
     from peft.tuners.lora import Linear, LoraLayer
 
     found = []
@@ -296,7 +296,7 @@ def matrices_of(model: PeftModel, base: Callable[[int], Tensor]) -> list[Matrix]
 
 
 def prepare(args: argparse.Namespace, progress: report.Progress) -> tuple[PeftModel, list[Matrix], str]:
-    """The model to merge, its matrices, and what to call its shape."""
+    """Return the model to merge, its matrices, and what to call its shape."""
     dtype, adapter_dtype = DTYPES[args.dtype], DTYPES[args.adapter_dtype]
     if args.shape:
         sizes = [rows * cols for _, rows, cols in shapes.SHAPES[args.shape].matrices()]
@@ -336,7 +336,7 @@ def _check_room(what: str, nbytes: int, device: torch.device) -> None:
 
 @torch.no_grad()
 def run(args: argparse.Namespace, *, quiet: bool = False) -> report.Record:
-    """The main job; returns its figures, which were printed, written and drawn as the options say.
+    """Run the main job; return its figures, which were printed, written and drawn as the options say.
 
     Args:
         args: as `options.add_options` names them.

@@ -14,7 +14,7 @@ NAMES = ("bf16", "fp16", "fp32")
 
 
 def add_options(parser: argparse.ArgumentParser, work: Path) -> None:
-    """Options of the main job, but for where its figures go.
+    """Add the options of the main job, but for where its figures go.
 
     Args:
         work: folder for what it makes.
@@ -64,25 +64,25 @@ def add_options(parser: argparse.ArgumentParser, work: Path) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures into this PNG file")
 
 
-def device(said: str) -> torch.device:
-    """The device that an option names; raises `argparse.ArgumentTypeError` where it names none."""
+def device(text: str) -> torch.device:
+    """Return the device that an option names; raise `argparse.ArgumentTypeError` where it names none."""
     try:
-        return torch.device(said)
+        return torch.device(text)
     except RuntimeError:
-        raise argparse.ArgumentTypeError(f"expected cpu or cuda, got {said!r}") from None
+        raise argparse.ArgumentTypeError(f"expected cpu or cuda, got {text!r}") from None
 
 
-def positive(said: str) -> int:
-    """The number that an option gives; raises `argparse.ArgumentTypeError` unless it is a whole number of 1 or more."""
+def positive(text: str) -> int:
+    """Return the number that an option gives; raise `argparse.ArgumentTypeError` unless it is whole and 1 or more."""
     try:
-        number = int(said)
+        number = int(text)
     except ValueError:
         number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of 1 or more, got {said!r}")
+        raise argparse.ArgumentTypeError(f"expected a whole number of 1 or more, got {text!r}")
     return number
 
 
 def cache() -> Path:
-    """Where a user's programs keep what can be made again."""
+    """Return where a user's programs keep what can be made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lora_merge"

@@ -28,12 +28,12 @@ BLUE, GREY = "#1f6feb", "#aab2bf"
 
 
 def is_ours(method: str) -> bool:
-    """Whether a method is this package's."""
+    """Return True if a method is this package's."""
     return method.startswith(("lora_merge", "merged()"))
 
 
 def console() -> Console:
-    """As wide as the terminal; wide enough for the table where the output goes to a file."""
+    """Return a console as wide as the terminal; wide enough for the table where the output goes to a file."""
     return Console(width=None if sys.stdout.isatty() else 110, highlight=False)
 
 
@@ -67,16 +67,16 @@ class Progress:
             self.console.print(text)
 
     def note(self, text: str) -> None:
-        """Leave a line that stays."""
+        """Print a line that stays."""
         self.console.print(text)
 
     def advance(self) -> None:
-        """One of the steps is done."""
+        """Count one of the steps as done."""
         self.bar.advance(self.task)
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, repeat: int) -> None:
-    """Options that every benchmark of ways to merge has."""
+    """Add the options that every benchmark of ways to merge has."""
     parser.add_argument(
         "--repeat", type=int, default=repeat, help="timed runs; timing.typical of them (default %(default)s)"
     )
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, repeat: int) -> None:
 
 
 def provenance(device: torch.device) -> Record:
-    """What the figures were made with."""
+    """Return what the figures were made with."""
     root, commit = Path(__file__).resolve().parents[2], ""
     if (root / ".git").exists():  # not where a wheel lies in somebody's repository
         git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
@@ -140,7 +140,7 @@ LEGEND = (
 
 
 def sheet_of(title: str, first: str, columns: Sequence[str]) -> Table:
-    """An empty table: a column of names, and columns of figures."""
+    """Return an empty table: a column of names, and columns of figures."""
     sheet = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
     )

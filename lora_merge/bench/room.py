@@ -23,8 +23,8 @@ def free(device: torch.device) -> int | None:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's, to be used again
         return torch.cuda.mem_get_info(device)[0] + unused
-    told = [left for left in (_of_machine(), _of_container()) if left is not None]
-    return min(told) if told else None
+    known = [left for left in (_of_machine(), _of_container()) if left is not None]
+    return min(known) if known else None
 
 
 def _of_machine() -> int | None:
@@ -54,7 +54,7 @@ def lacking(what: str, nbytes: int, device: torch.device) -> str:
 
     Args:
         what: the subject of the sentence.
-        nbytes: how many bytes it takes at its peak, beside what is taken now.
+        nbytes: how many bytes it takes at its peak, on top of what is taken now.
     """
     left = free(device)
     if left is None or nbytes <= left * (1 - SPARE):

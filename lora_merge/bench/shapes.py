@@ -66,7 +66,7 @@ SHAPES = {
 def random_segments(
     matrices: list[tuple[str, int, int]], rank: int, adapter_dtype: torch.dtype, device: torch.device
 ) -> list[Segment]:
-    """Merges in place into bf16 weights of these sizes (name, out, in), all values normal; no model around them."""
+    """Return merges in place into bf16 weights of these sizes (name, out, in), all values normal; without a model."""
 
     def normal(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(rows, cols, dtype=dtype, device=device).normal_(std=0.02)
@@ -81,7 +81,7 @@ def random_segments(
 def random_model(
     shape: Shape, rank: int, dtype: torch.dtype, adapter_dtype: torch.dtype, device: torch.device
 ) -> tuple[nn.Module, Callable[[int], Tensor]]:
-    """A PeftModel whose linear layers have this shape; and the base weight of its n-th layer, drawn anew.
+    """Return a PeftModel whose linear layers have this shape; and the base weight of its n-th layer, drawn anew.
 
     Weights have standard deviation 0.02, the update `scaling * lora_B @ lora_A` a tenth of that. Bases are functions
     of their number, so a check needs no second copy of the model.

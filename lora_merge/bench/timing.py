@@ -22,7 +22,7 @@ Call = Callable[[], object]
 
 
 def typical(device: torch.device) -> Callable[[Sequence[float]], float]:
-    """What counts of several times: the median on a GPU; the least on a CPU, whose other work only ever adds to it."""
+    """Return what counts of several times: the median on a GPU; the least on a CPU, as other work only adds to it."""
     return min if device.type == "cpu" else statistics.median
 
 
@@ -59,7 +59,7 @@ def observe(call: Call, device: torch.device) -> Run:
 
 
 def peak_of_everybody(call: Call, device: torch.device) -> int:
-    """Peak bytes above what was in use before a call; on a GPU those of all processes on it, sampled every millisecond.
+    """Return peak bytes above what was in use before a call; on a GPU those of all its processes, sampled each ms.
 
     Allocators keep what they once took, so a short peak is seen unless somebody gives memory back within that time.
     """
@@ -87,13 +87,13 @@ def peak_of_everybody(call: Call, device: torch.device) -> int:
 
 
 def _status(field: str) -> int:
-    """A line of /proc/self/status, in bytes."""
+    """Return a line of /proc/self/status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def milliseconds(call: Call, device: torch.device) -> float:
-    """How long a call takes; on a GPU from its first kernel to its last, gaps in which the host was late included."""
+    """Return how long a call takes; on a GPU from its first kernel to its last, with gaps where the host was late."""
     if device.type == "cpu":
         begin = time.perf_counter()
         call()
@@ -108,9 +108,9 @@ def milliseconds(call: Call, device: torch.device) -> float:
 
 
 def copies(nbytes: int, device: torch.device, repeat: int) -> list[float]:
-    """The limit: milliseconds of one large copy that reads and writes `nbytes` once each.
+    """Return the limit: milliseconds of one large copy that reads and writes `nbytes` once each.
 
-    Where two such buffers do not fit beside the model, a smaller copy, its time scaled up.
+    Where two such buffers do not fit next to the model, a smaller copy, its time scaled up.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -123,7 +123,7 @@ def copies(nbytes: int, device: torch.device, repeat: int) -> list[float]:
 
 
 def operations(device: torch.device, repeat: int) -> float:
-    """The other limit: multiplications and additions a second, two for each product, of torch's best matrix product.
+    """Return the other limit: additions and multiplications a second, two a product, of torch's best matrix product.
 
     float32 on a CPU, where the kernels compute in it; bf16 on a GPU, whose matrix units they feed with bf16. The best
     run counts: it is a limit.
@@ -136,8 +136,8 @@ def operations(device: torch.device, repeat: int) -> float:
 
 
 def launches(call: Call, device: torch.device) -> int:
-    """How many kernels, copies and fills a call starts on a GPU; on a CPU, how many operators of torch and compiled
-    functions of lora_merge it calls."""
+    """Count the kernels, copies and fills that a call starts on a GPU; on a CPU, the operators of torch and compiled
+    functions of lora_merge that it calls."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would print lines of its own into the table
     activity = torch.profiler.ProfilerActivity
     compiled = 0

@@ -13,7 +13,7 @@ from .output import add_json, tell
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options."""
+    """Add the options."""
     add_options(parser, cache())
     parser.add_argument(
         "--save", type=Path, metavar="FILE", dest="json_file", help="write all figures into this file, as JSON"

@@ -8,7 +8,7 @@ from .output import REFUSED, add_json, tell
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options."""
+    """Add the options."""
     add_json(parser)
 
 

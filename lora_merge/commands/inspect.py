@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options."""
+    """Add the options."""
     parser.add_argument(
         "adapter", metavar="ADAPTER", help="folder that PEFT has saved, or its name on the hub (owner/name)"
     )
@@ -61,12 +61,12 @@ def _words(found: Inspected) -> str:
 
 
 def _targets(names: list[str]) -> list[str]:
-    """PEFT saves "all-linear" as the name of each module: of many, the last parts of their names."""
+    """Shorten targets: PEFT saves "all-linear" as the name of each module; of many, the last parts of their names."""
     return sorted(names if len(names) <= _MANY else {name.rpartition(".")[2] for name in names})
 
 
 def _table(found: Inspected) -> list[str]:
-    """The updates, a line each. Of `update / weight` Frobenius norms are meant."""
+    """Return the updates, a line each. Of `update / weight` Frobenius norms are meant."""
     head = ("parameter", "shape", "update / weight", f"lost by rounding to {found.dtype}")
     rows = [
         (one.name, " x ".join(map(str, one.shape)), f"{one.relative:.3g}", f"{one.loss:.2%}") for one in found.updates

@@ -26,7 +26,7 @@ DTYPES = {
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options."""
+    """Add the options."""
     parser.add_argument("base", metavar="BASE", help="folder of the base model, or its name on the hub (owner/name)")
     parser.add_argument(
         "adapters",

@@ -22,17 +22,17 @@ Command = Callable[[argparse.Namespace], int]
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """The option that every command has."""
+    """Add the option that every command has."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text, also for an error")
 
 
 def tell(options: argparse.Namespace, words: str, result: Any) -> None:
-    """A result on standard output, in the form that was asked for."""
+    """Print a result on standard output, in the form that was asked for."""
     sys.stdout.write((json.dumps(plain(result)) if options.json else words) + "\n")
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it."""
+    """Return a value as JSON has it."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
@@ -74,7 +74,7 @@ def _tell_error(error: str, kind: str) -> None:
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar with bytes and time left, where standard error is a terminal and rich is installed."""
+    """Show a bar with bytes and time left, where standard error is a terminal and rich is installed."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def add_load(parser: argparse.ArgumentParser) -> None:
-    """The options of `load`."""
+    """Add the options of `load`."""
     _add_url(parser)
     parser.add_argument("adapter", metavar="ADAPTER", help="folder that PEFT has saved, with adapter_config.json")
     parser.add_argument(
@@ -37,7 +37,7 @@ def add_load(parser: argparse.ArgumentParser) -> None:
 
 
 def add_unload(parser: argparse.ArgumentParser) -> None:
-    """The options of `unload`."""
+    """Add the options of `unload`."""
     _add_url(parser)
     _add_pause(parser)
 

@@ -1,16 +1,13 @@
-"""What a model's configuration says of how it computes, where no shape shows it: the trainer's and an engine's may
-differ there, and the engine would answer with the right weights and another model."""
+"""Settings of a model's configuration that no shape shows: where the trainer's and an engine's differ, the engine
+computes another model with the right weights."""
 
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
-
-from .push.replica import Replica
 
 _KEYS = (
     "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon",
@@ -25,16 +22,16 @@ _KEYS = (
 )  # fmt: skip
 """Settings that change what comes out of the same weights, as transformers' configurations call them."""
 _OFF = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
-"""Of these None, or 0, means that a model does without; elsewhere it is a default, which engines write out."""
+"""None or 0 turns these off. Elsewhere None is a default, which engines write out."""
 _RENAMED = "deepseek_"
-"""How names begin that vLLM gives to kinds of rotary embeddings, in the configuration itself."""
+"""Prefix that vLLM adds to names of rotary embeddings in the configuration itself."""
 _HEADS = "num_attention_heads", "num_key_value_heads", "head_dim"
 _SHOWN = 48
 
 
 def computing(config: Any) -> dict[str, Any]:
-    """Return those settings of a transformers configuration that say how its language model computes, as JSON has them;
-    nothing where there is no such configuration."""
+    """Return the settings of a transformers configuration that say how its language model computes, as JSON values;
+    empty where it is none."""
     if not hasattr(config, "get_text_config"):
         return {}
     try:
@@ -64,29 +61,6 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     """Say in which settings that both have a trainer and an engine differ; "" for none."""
     both = [key for key in ours if key in theirs and ours[key] != theirs[key]]
     return ", ".join(f"{key} {_shown(ours[key])} (engine: {_shown(theirs[key])})" for key in both)
-
-
-def tell_of_differences(replicas: Sequence[Replica], ours: Mapping[str, Any], told: set[tuple[int, str]]) -> str:
-    """Warn of engines that compute otherwise than the trainer: once of each, on the rank that has its handle.
-
-    Args:
-        told: of what was warned before; gets the rest.
-
-    Returns:
-        The differences of the first of these engines, in words; "" where there is none.
-    """
-    found = [(replica, differences(ours, replica.computing)) for replica in replicas]
-    for replica, said in found:
-        if not said or replica.control is None or (replica.index, said) in told:
-            continue
-        told.add((replica.index, said))
-        warnings.warn(
-            f"engine {replica.index} computes otherwise than the model whose weights it takes, because its "
-            f"configuration is another one: {said}. Its answers are not that model's. Start the engine on that model's "
-            "own folder, without hf_overrides that the model does not have",
-            stacklevel=2,
-        )
-    return next((said for _, said in found if said), "")
 
 
 def _flat(found: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

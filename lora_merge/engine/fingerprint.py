@@ -1,4 +1,4 @@
-"""A fingerprint of many tensors from a sample of their elements: how a change behind our back shows."""
+"""A fingerprint of many tensors from a sample of their elements, which shows changes by others."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Sampler:
         self._out = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def __call__(self, tensors: Sequence[Tensor], known: list[Any] | None = None) -> str:
-        """Hex digest over shapes, dtypes and sampled elements.
+        """Return a hex digest over shapes, dtypes and sampled elements.
 
         Args:
-            known: their `facts`, where somebody has them.
+            known: `facts` of the tensors, where the caller has them.
         """
         key = facts(tensors) if known is None else known
         if key != self._key:
@@ -63,14 +63,14 @@ class Sampler:
 
 
 def _spread(tensor: Tensor) -> Tensor:
-    """`[n, 1]` view of up to `SAMPLES` elements spread over a tensor."""
+    """Return an `[n, 1]` view of up to `SAMPLES` elements spread over a tensor."""
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     step = max(1, last // (SAMPLES - 1))
     return tensor.as_strided((last // step + 1, 1), (step, 1))
 
 
 def facts(tensors: Sequence[Tensor]) -> list[Any]:
-    """Addresses, shapes, strides and dtypes, without Python for each tensor: to be compared with `==`."""
+    """Return addresses, shapes, strides and dtypes, to be compared with `==`; without Python for each tensor."""
     with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters are of classes that would see every call
         return [
             *map(Tensor.data_ptr, tensors), *map(_SHAPE, tensors), *map(Tensor.stride, tensors), *map(_DTYPE, tensors)

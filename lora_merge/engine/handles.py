@@ -1,4 +1,4 @@
-"""Which kind of engine a handle is of."""
+"""The control plane of any handle."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .control.base import Control
 
 
 def control_of(engine: Any) -> Control:
-    """The control plane of a handle: of an `sglang.Engine`, or whatever `VllmSync` takes (URLs, too).
+    """Return the control plane of a handle: an `sglang.Engine`, or what `VllmSync` takes.
 
     Raises:
         InvalidInput: it is none of them.

@@ -17,16 +17,18 @@ from ..shards.ranks import Ranks
 from ..stream.bucket_writer import BucketWriter
 from ..stream.buckets import dtype_of
 from ..stream.weights import MergedWeights
-from .configs import computing, config_of, tell_of_differences
+from .configs import computing, config_of
 from .control.base import Control
 from .handles import control_of
-from .payload.update import UpdatePayload, converted
+from .payload.base import LocalOp
+from .payload.update import converted
 from .push.channels import Trainer
 from .push.compatibility import CompatibilityCheck
 from .push.negotiators import UpdateNegotiator
-from .push.planner import LocalOp, Transfer
+from .push.planner import Planner, Transfer
 from .push.pusher import Pusher
 from .push.replica import Replica, SyncReport, check_handle, engines_of
+from .push.warn import warn_of_differences
 from .sglang.control import SglangControl
 from .stamps import difference, stamps
 from .state import OWN, State
@@ -34,11 +36,10 @@ from .transport.routing import Route
 
 _HEALING = "load it again, which reads the engine's own checkpoint again; where that is refused, start the engine anew"
 _READ = (".json", ".safetensors", ".bin", ".pt")
-_NOWHERE = Route(frozenset(), ())
 
 
-class Loads:
-    """Plans the passes of a load.
+class LoadPlanner(Planner):
+    """Plans the transfers of a load.
 
     Args:
         trainer: this process, with the engines.
@@ -53,15 +54,6 @@ class Loads:
         self._trainer, self._folder, self._base, self._name, self._device = trainer, folder, base, name, device
         self._streams: list[MergedWeights | UpdateNegotiator] = []
 
-    def read(self, mode: str) -> None:
-        """Nothing is read before the engine has said its dtype."""
-
-    def known(self, mode: str) -> tuple[list[str], list[str]]:
-        return [], []
-
-    def broke(self, error: BaseException) -> None:
-        """It is made once."""
-
     def release(self) -> None:
         for stream in self._streams:
             stream.release()
@@ -69,25 +61,15 @@ class Loads:
     async def __call__(
         self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: BucketWriter | None
     ) -> list[Transfer]:
-        """As of `Plans`."""
         for replica in replicas:
-            if replica.state.kind not in ("nothing", "dirty") and replica.state.base != OWN:
-                raise PushRefused(
-                    f"engine {replica.index} holds {replica.state}, which a trainer pushed over the checkpoint that it "
-                    "was started from, and an adapter is loaded onto that: push it from a trainer, or start the engine "
-                    "anew"
-                )
-            if layer := next((w["quantised"] for w in replica.workers if w.get("quantised")), ""):
-                raise PushRefused(
-                    f"engine {replica.index} was started on a checkpoint that is quantised ({layer}), and an adapter "
-                    "is merged onto what that was quantised from, which the engine does not hold: push from a trainer "
-                    "that does (VllmSync), or start the engine on the unquantised checkpoint and let vLLM quantise it"
-                )
-        dtypes = {worker["dtype"] for replica in replicas for worker in replica.workers}
+            if why := _not_loadable(replica):
+                raise PushRefused(f"engine {replica.index} {why}")
+        dtypes = {worker.dtype for replica in replicas for worker in replica.workers}
         if len(dtypes) > 1:
             raise PushRefused(
                 f"the engines compute in {' and '.join(sorted(dtypes))}: load the adapter into each by itself"
             )
+        # Read the adapter, and find out what it changes in the base.
         files = stamps(_files(self._folder))
         model = await self._trainer.blocking(lambda: _read(self._folder, self._base, dtype_of(dtypes.pop())))
         if differs := difference(files, stamps(_files(self._folder))):
@@ -95,23 +77,30 @@ class Loads:
                 f"{self._folder} was written to while it was read, so that its tensors may be of two adapters: "
                 f"{differs}. Load it when it is saved"
             )
-        report.differs = tell_of_differences(replicas, computing(config_of(model)), set())
+        report.differs = warn_of_differences(replicas, computing(config_of(model)), set())
         weights, bare = MergedWeights(model), MergedWeights(model, adapters=False)
-        offer = UpdateNegotiator(self._trainer, weights, trains=False)
-        self._streams = [weights, bare, offer]
+        negotiate = UpdateNegotiator(self._trainer, weights, trains=False)
+        self._streams = [weights, bare, negotiate]
         try:
-            fit = CompatibilityCheck(self._trainer)
-            base = await fit(bare, replicas)
+            check = CompatibilityCheck(self._trainer)
+            base = await check(bare, replicas)
         except PushRefused as error:
             raise PushRefused(
                 f"{self._folder}: the adapter's base is another model than the engine serves, or the engine cannot be "
                 f"pushed to: {error}"
             ) from error
-        update = await offer(bare, base, replicas, fit.recipients())
+        update = await negotiate(bare, base, replicas, check.recipients())
         update.device = self._device
         report.merge = "engine"
         report.left_out = tuple(sorted(bare.left_out))
-        gone = {replica.index for replica in replicas if await self._lost(replica, base, update)}
+        # Engines that still hold their checkpoint take the update at once; others read the checkpoint again before.
+        # All workers are asked, as what they keep of it may have been written to since.
+        whole = [replica for replica in replicas if replica.state.kind != "dirty"]
+        answers = await self._trainer.ask(
+            whole, "adopt_checkpoint", trainer=self._trainer.name, digest=base.digest, update=update.digest
+        )
+        kept = {index for index, workers in answers.items() if not any(answer["lost"] for answer in workers)}
+        gone = {replica.index for replica in replicas}.difference(kept)
         engines = [engine for engine in engines_of(replicas) if any(one.index in gone for one in engine)]
         lost = [replica for engine in engines for replica in engine]
         before, after = (
@@ -119,32 +108,12 @@ class Loads:
             for kind, name in (("base", ""), ("merged", self._name))
         )
         message = {"digest": base.digest, "update": update.digest, "state": before.to_json()}
-        transfers = [Transfer(after, update, replicas, Route.of_buckets(update), merges=True)]
-        return (
-            [Transfer(before, LocalOp("reload_checkpoint", message, writes=True), lost, _NOWHERE), *transfers]
-            if lost
-            else transfers
-        )
-
-    async def _lost(self, replica: Replica, base: BucketWriter, update: UpdatePayload) -> bool:
-        """Whether the engine's checkpoint has to be read again; if not, workers now have what merging takes of it."""
-        if replica.state.kind == "dirty":
-            return True
-        lost = False  # asked of all: what they keep of the checkpoint may have been written to since
-
-        async def own(one: Replica) -> None:
-            nonlocal lost
-            answers = await one.handle.rpc(
-                "adopt_checkpoint", trainer=self._trainer.name, digest=base.digest, update=update.digest
-            )
-            lost = any(answer["lost"] for answer in answers)
-
-        await self._trainer.all_own([replica], own)
-        return lost
+        reload = Transfer(before, LocalOp("reload_checkpoint", message, writes=True), lost)
+        return [*([reload] if lost else []), Transfer(after, update, replicas, Route.of_buckets(update))]
 
 
-class Unloads:
-    """Plans the pass of an unload.
+class UnloadPlanner(Planner):
+    """Plans the transfer of an unload.
 
     Args:
         trainer: this process, with the engines.
@@ -153,32 +122,35 @@ class Unloads:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
-    def read(self, mode: str) -> None:
-        """There is nothing to read."""
-
-    def known(self, mode: str) -> tuple[list[str], list[str]]:
-        return [], []
-
-    def broke(self, error: BaseException) -> None:
-        """It is made once."""
-
-    def release(self) -> None:
-        """Nothing is read."""
-
     async def __call__(
         self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: BucketWriter | None
     ) -> list[Transfer]:
-        """As of `Plans`."""
         for replica in replicas:
             if why := _not_unloadable(replica):
                 raise PushRefused(f"engine {replica.index} holds {replica.state}{why}")
         report.merge = "engine"
         state = State("base", report.version, OWN, trainer=self._trainer.name)
-        return [Transfer(state, LocalOp("unload", {}, writes=False), replicas, _NOWHERE, merges=True)]
+        return [Transfer(state, LocalOp("unload", {}, writes=False, merges=True), replicas)]
+
+
+def _not_loadable(replica: Replica) -> str:
+    """Return why nothing can be loaded into an engine, and what to do; "" where it can."""
+    if replica.state.kind not in ("nothing", "dirty") and replica.state.base != OWN:
+        return (
+            f"holds {replica.state}, which a trainer pushed over the checkpoint that it was started from, and an "
+            "adapter is loaded onto that: push it from a trainer, or start the engine anew"
+        )
+    if layer := next((worker.quantised for worker in replica.workers if worker.quantised), ""):
+        return (
+            f"was started on a checkpoint that is quantised ({layer}), and an adapter is merged onto what that was "
+            "quantised from, which the engine does not hold: push from a trainer that does (VllmSync), or start the "
+            "engine on the unquantised checkpoint and let vLLM quantise it"
+        )
+    return ""
 
 
 def _not_unloadable(replica: Replica) -> str:
-    """Why nothing can be unloaded from an engine, and what to do; "" where it can."""
+    """Return why nothing can be unloaded from an engine, and what to do; "" where it can."""
     state = replica.state
     if state.kind == "dirty":
         return ": load an adapter, which reads the engine's own checkpoint again, or start the engine anew"
@@ -189,18 +161,18 @@ def _not_unloadable(replica: Replica) -> str:
             ", which a trainer pushed over the checkpoint that it was started from: push from there without the "
             "adapter (model.disable_adapter()), or start the engine anew"
         )
-    if any(worker["base"] != OWN for worker in replica.workers):
+    if any(worker.base != OWN for worker in replica.workers):
         return ", and cannot take it off any more: load the adapter again, which reads its checkpoint, and unload then"
     return ""
 
 
 def _files(folder: Path) -> list[Path]:
-    """Those that an adapter is read from."""
+    """Return the files that an adapter is read from."""
     return [path for path in folder.iterdir() if path.suffix in _READ] if folder.is_dir() else []
 
 
 def _read(folder: Path, base: str | Path | None, dtype: torch.dtype) -> nn.Module:
-    """The adapter; with the values of its base where what it adds depends on them."""
+    """Read the adapter; with the values of its base where what it adds depends on them."""
     model = None if needs_values(folder) else read_folder(folder, base, dtype)
     if model is None or converted(MergedWeights(model).bucket_writer()):
         model = read_folder(folder, base, dtype, values=True)
@@ -210,7 +182,6 @@ def _read(folder: Path, base: str | Path | None, dtype: torch.dtype) -> nn.Modul
 
 
 def _controls_of(engine: Any) -> list[Control]:
-    """Of a handle, or of each in a list."""
     engines = engine if isinstance(engine, list | tuple) else [engine]
     if not engines:
         raise InvalidInput("engine must be a handle or a list of them, got none")
@@ -226,7 +197,7 @@ def _controls_of(engine: Any) -> list[Control]:
 
 
 def _trainer_of(engine: Any) -> Trainer:
-    """This process alone as the one that pushes, whatever other ranks there are."""
+    """Return this process alone as the trainer, whatever other ranks there are."""
     controls = _controls_of(engine)
     for index, control in enumerate(controls):
         check_handle(index, control, controls[:index])
@@ -243,32 +214,24 @@ async def load(
     pause: str,
     verify: bool,
 ) -> SyncReport:
-    """As `serve.load_adapter`."""
+    """Load an adapter; see `serve.load_adapter`."""
     trainer, folder = _trainer_of(engine), Path(folder)
     name = folder.resolve().name if name is None else name
-    return await _push(
-        Pusher(
-            trainer,
-            Loads(trainer, folder, base, name, check_device(device)),
-            pause=pause,
-            mode="merged",
-            healing=_HEALING,
-        ),
-        verify,
-    )
+    planner = LoadPlanner(trainer, folder, base, name, check_device(device))
+    return await _push(Pusher(trainer, planner, pause=pause, mode="merged", healing=_HEALING), verify)
 
 
 async def unload(engine: Any, *, pause: str) -> SyncReport:
-    """As `serve.unload_adapter`."""
+    """Unload the adapter; see `serve.unload_adapter`."""
     trainer = _trainer_of(engine)
-    return await _push(Pusher(trainer, Unloads(trainer), pause=pause, mode="base", healing=_HEALING), False)
+    return await _push(Pusher(trainer, UnloadPlanner(trainer), pause=pause, mode="base", healing=_HEALING), False)
 
 
-async def _push(pushes: Pusher, verify: bool) -> SyncReport:
+async def _push(pusher: Pusher, verify: bool) -> SyncReport:
     try:
-        return await pushes._push(None, verify)
+        return await pusher._push(None, verify)
     finally:
-        await pushes.aclose()
+        await pusher.aclose()
 
 
 def check_blocking(engine: Any) -> None:

@@ -1,7 +1,7 @@
-"""Whether files are those that were read before: by size and times, which every writer changes.
+"""Detects that files were changed since they were read, by size and times, which every writer changes.
 
-Not by inode: file systems over object stores give a file a new one whenever they like. The time of a file's last change
-(`ctime`) is set by the system alone, so that a copy that keeps times (`cp -p`, `rsync -t`) shows, too.
+Not by inode: file systems over object stores give a file a new one at any time. The system alone sets the time of a
+file's last change (`ctime`), so that a copy that keeps times (`cp -p`, `rsync -t`) shows, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 
 class Stamp(NamedTuple):
-    """What a file was.
+    """Size and times of a file.
 
     Args:
         written, changed: `mtime` and `ctime`, in ns.
@@ -30,7 +30,7 @@ Stamps: TypeAlias = Mapping[str, Stamp | None]
 
 
 def stamp(file: str | Path | int) -> Stamp | None:
-    """Of a file, by path or descriptor."""
+    """Return the stamp of a file, by path or descriptor; None where it is not there."""
     try:
         about = os.fstat(file) if isinstance(file, int) else Path(file).stat()
     except OSError:
@@ -43,14 +43,14 @@ def stamps(files: Iterable[str | Path]) -> dict[str, Stamp | None]:
 
 
 def difference(before: Stamps, now: Stamps) -> str:
-    """In what files differ, in words; "" where they do not. Of several the first one's by name."""
+    """Return in words how the first of the files differs, by name; "" where none does."""
     for path in sorted({*before, *now}):
-        if told := _told(before.get(path), now.get(path)):
-            return f"{path} {told}"
+        if differs := _difference(before.get(path), now.get(path)):
+            return f"{path} {differs}"
     return ""
 
 
-def _told(before: Stamp | None, now: Stamp | None) -> str:
+def _difference(before: Stamp | None, now: Stamp | None) -> str:
     if before == now:
         return ""
     if now is None:

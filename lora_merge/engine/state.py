@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 OWN = "the engine's own checkpoint"
-"""In the place of a base's fingerprint: the weights that the engine loaded when it started."""
+"""Stands for the fingerprint of the weights that the engine loaded when it started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ _CHANGES: dict[str, tuple[frozenset[str], str]] = {
 
 
 def change(held: State, event: str, *, reason: str = "", brought: State | None = None) -> State:
-    """What an engine holds after an event.
+    """Return what an engine holds after an event.
 
     Args:
         event: "begin", "end", "break", "overwrite" or "evict".

@@ -64,11 +64,11 @@ class EngineSync(Pusher):
         with world.vote(type(self).__name__):
             for index, control in enumerate(controls):
                 check_handle(index, control, controls[:index])
-        if told := self._complaint(model):
-            warnings.warn(told, stacklevel=3)
-        passes = PushPlanner(trainer, self._weights, self._base, merge)
+        if complaint := self._complaint(model):
+            warnings.warn(complaint, stacklevel=3)
+        planner = PushPlanner(trainer, self._weights, self._base, merge)
         super().__init__(
-            trainer, passes, pause=pause, mode=mode, rounding=rounding, computing=partial(computing, config_of(model))
+            trainer, planner, pause=pause, mode=mode, rounding=rounding, computing=partial(computing, config_of(model))
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Why an engine takes no push: the form of the lists in the engines' folders.
+"""The form of the engines' lists of reasons why an engine takes no push.
 
 A reason is a function of what an engine shows of itself. It returns why no push can reach the engine, in words that
 follow the engine's name, with what to do; "" where a push can. All reasons are asked before the first byte of a push.
@@ -13,10 +13,10 @@ Reason: TypeAlias = Callable[[Any], str]
 
 
 def where(applies: Callable[[Any], Any], why: str) -> Reason:
-    """Make the reason of a setting.
+    """Return the reason that gives `why` where a setting applies.
 
     Args:
-        applies: whether an engine has the setting.
+        applies: returns whether an engine has the setting.
         why: the reason's words.
     """
     return lambda asked: why if applies(asked) else ""

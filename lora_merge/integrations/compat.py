@@ -1,4 +1,4 @@
-"""What all integrations share: they check that a trainer's release has the names that they use, and print at start what
+"""What integrations share: they check that a trainer's release has the names that they use, and print at start what
 they took over."""
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .options import SWITCH
 
 
 class TrainerRefused(LoraMergeError, RuntimeError):
-    """A trainer cannot be taken over as it was started; the message names the setting to change. The trainer is as
-    before."""
+    """A trainer cannot be taken over as it was started; the message names the setting to change. The trainer is
+    unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The trainer that is installed, and what is known of its releases.
+    """A trainer's installed release, and those that were tested.
 
     Args:
         trainer: its name in words, "TRL".
@@ -38,7 +38,7 @@ class Release:
 
     @property
     def installed(self) -> str:
-        """The version that is installed.
+        """Return the version that is installed.
 
         Raises:
             MissingExtra: none is.
@@ -94,7 +94,7 @@ def _say(what: str) -> None:
 
 
 def off(trainer: str) -> str:
-    """How to go on without this package."""
+    """Return how to go on without this package, in words."""
     return f"{SWITCH}=0 leaves {trainer}'s own way in place"
 
 

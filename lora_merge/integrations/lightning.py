@@ -53,21 +53,21 @@ class PushCallback(Callback):
 
     @property
     def sync(self) -> VllmSync | None:
-        """Made when training begins: only then is the model sharded as it will be trained."""
+        """The sync, made when training begins: only then is the model sharded as it will be trained."""
         return self._pusher.sync
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """The engine gets what training begins with: the base, or what a checkpoint brought back."""
+        """Push what training begins with: the base, or what a checkpoint restored."""
         self._pusher.begin(self._model(pl_module))
         self._push(trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """A batch is over, and an optimizer step where gradients were not accumulated."""
+        """Push if the batch ended with an optimizer step."""
         if self._pusher.due(trainer.global_step, self._pushed):
             pl_module.log_dict(self._push(trainer))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """The engine ends with what the model is now: callbacks before this one may have put averaged weights there."""
+        """Push the model as it is now: callbacks before this one may have put averaged weights there."""
         self._push(trainer)
 
     def _push(self, trainer: Any) -> dict[str, float]:

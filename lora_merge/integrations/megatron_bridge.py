@@ -66,8 +66,8 @@ def bind(bridge: _Bridge, *, dtype: torch.dtype | None = None, rounding: str = "
         conversion_tasks: Sequence[Any] | None = None,
         merge_adapter_weights: bool = True,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """As Megatron-Bridge's own, by a stream that is kept for the next time; it shows no progress. Collective.
-        With merge_adapter_weights=False it is Megatron-Bridge's own.
+        """Export as Megatron-Bridge does, by a stream that is kept for the next time; shows no progress. Collective.
+        With merge_adapter_weights=False Megatron-Bridge's own runs.
 
         Raises:
             InvalidInput: conversion_tasks of a part of the model; all of them mean the same as None.
@@ -91,9 +91,9 @@ def bind(bridge: _Bridge, *, dtype: torch.dtype | None = None, rounding: str = "
 
 
 def _check_all(given: Sequence[Any], whole: Sequence[Any]) -> None:
-    there, wanted = ({task.global_param_name for task in tasks if task is not None} for tasks in (given, whole))
-    if there != wanted:
-        missing = sorted(wanted - there) or sorted(there - wanted)
+    named, wanted = ({task.global_param_name for task in tasks if task is not None} for tasks in (given, whole))
+    if named != wanted:
+        missing = sorted(wanted - named) or sorted(named - wanted)
         raise InvalidInput(
             f"export_hf_weights(conversion_tasks=...) of a part of the model ({missing[0]} and {len(missing) - 1} more "
             "make the difference): lora_merge exports everything; pass None or all of get_conversion_tasks, or take "
@@ -102,7 +102,7 @@ def _check_all(given: Sequence[Any], whole: Sequence[Any]) -> None:
 
 
 def chunks_of(bridge: Any, chunks: Sequence[Any]) -> Any:
-    """Megatron's chunks under the names that a bridge's mappings give them; as they are, where it has no mappings."""
+    """Return Megatron's chunks under the names of a bridge's mappings; as they are, where it has no mappings."""
     found = getattr(bridge, "_model_bridge", None)
     if found is None:
         return list(chunks)

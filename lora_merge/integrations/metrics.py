@@ -21,7 +21,7 @@ class PolicyGap(LoraMergeError, RuntimeError):
 
 
 def metrics(report: SyncReport) -> dict[str, float]:
-    """A report as numbers for a trainer's logger (W&B and TensorBoard take no text), under `lora_merge/`.
+    """Return a report as numbers for a trainer's logger (W&B and TensorBoard take no text), under `lora_merge/`.
 
     Returns:
         version, merged (1 in merged mode, 0 in adapter mode), megabytes (10^6), tensors, seconds (all of the push),
@@ -64,15 +64,15 @@ class Counted:
 
 
 def gap_of_tokens(trainer: Sequence[Tensor], rollout: Sequence[Tensor]) -> LogprobGap:
-    """Between log-probs of the same tokens, in several pieces or one.
+    """Return the gap between log-probs of the same tokens, in several pieces or one.
 
     Args:
         trainer, rollout: log-probs, each piece `[tokens]`; one token at least in all of them.
     """
     ours, theirs = (torch.cat(tuple(pieces)) for pieces in (trainer, rollout))
     # One sequence of all tokens, after a token that stands for its prompt.
-    behind = F.pad(ours, (1, 0))
-    return logprob_gap(behind, [theirs], shifted=False, prompt_lengths=[1], cu_seqlens=[0, behind.numel()])
+    padded = F.pad(ours, (1, 0))
+    return logprob_gap(padded, [theirs], shifted=False, prompt_lengths=[1], cu_seqlens=[0, padded.numel()])
 
 
 def hold(gap: LogprobGap, bound: float, exact: bool) -> dict[str, float]:
@@ -103,5 +103,4 @@ def hold(gap: LogprobGap, bound: float, exact: bool) -> dict[str, float]:
 
 
 def both_float32(*dtypes: torch.dtype) -> bool:
-    """Whether all of these dtypes are float32."""
     return all(dtype == torch.float32 for dtype in dtypes)

@@ -17,7 +17,7 @@ _ON = ("1", "true", "yes", "on")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How an integration brings weights to the engine.
+    """Options of an integration.
 
     Args:
         mode: "merged" or "adapter", as for `VllmSync`. LORA_MERGE_MODE.
@@ -48,7 +48,7 @@ class Options:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Options:
-        """As LORA_MERGE_MODE, LORA_MERGE_ROUNDING, LORA_MERGE_CHECK and LORA_MERGE_VERIFY say."""
+        """Read LORA_MERGE_MODE, LORA_MERGE_ROUNDING, LORA_MERGE_CHECK and LORA_MERGE_VERIFY."""
         found = os.environ if environment is None else environment
         return cls(
             mode=found.get(f"{SWITCH}_MODE", "merged"),
@@ -59,13 +59,13 @@ class Options:
 
 
 def switched_on(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether LORA_MERGE=1 is set."""
+    """Return True if LORA_MERGE=1 is set."""
     found = os.environ if environment is None else environment
     return _flag(SWITCH, found.get(SWITCH, ""))
 
 
 def switched_off(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether LORA_MERGE=0 is set, which leaves a trainer that was to be taken over as it is."""
+    """Return True if LORA_MERGE=0 is set, which leaves a trainer as it is."""
     found = os.environ if environment is None else environment
     return bool(found.get(SWITCH)) and not switched_on(found)
 

@@ -1,5 +1,4 @@
-"""What all pushing integrations share: which `VllmSync` belongs to the model as it is now, and when a callback
-pushes."""
+"""What pushing integrations share: the `VllmSync` of the model as it is wrapped now, and when a callback pushes."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ from .options import Options
 
 
 class KeptSync:
-    """A `VllmSync` of the model as it is wrapped now. Trainers wrap theirs when training begins, some once more after
-    that.
+    """Keeps the `VllmSync` of a model. Trainers wrap theirs when training begins, some once more after that.
 
     Attributes:
         sync: the last one; None before the first, and after `close`.
@@ -25,7 +23,7 @@ class KeptSync:
         self._model: Any = None
 
     def of(self, model: Any, engine: Any, options: Options) -> VllmSync:
-        """Return the `VllmSync` for this model; makes it, and closes that of another model, if the model is new.
+        """Return the `VllmSync` for this model. For another model than before, make a new one and close the old.
         Collective.
 
         Args:
@@ -76,18 +74,18 @@ class Pusher:
 
     @property
     def sync(self) -> VllmSync | None:
-        """Made when training begins: only then is the model wrapped and sharded as it will be trained."""
+        """The sync, made when training begins: only then is the model wrapped and sharded as it will be trained."""
         return self._kept.sync
 
     def begin(self, model: Any) -> None:
-        """Called when training begins, with the model wrapped as it will be trained. Collective."""
+        """Make the sync when training begins, of the model wrapped as it will be trained. Collective."""
         self._kept.of(model, self._engine, self._options)
 
     def due(self, step: int, last: int | None = None) -> bool:
-        """Whether to push after an optimizer step.
+        """Return True if a push follows an optimizer step.
 
         Args:
-            last: step of the last push, where some may have passed since without a question.
+            last: step of the last push, where steps may have passed since without a call.
         """
         return step // self._every > (step - 1 if last is None else last) // self._every
 

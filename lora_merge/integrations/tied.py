@@ -29,16 +29,17 @@ def check_tied(weights: MergedWeights, flag: str) -> None:
     if not isinstance(weights.model, nn.Module):  # Megatron's chunks: what is tied there is one tensor
         return
     tied = dict(_tied(weights.model))
-    apart = sorted(meta.name for meta in weights.metadata() if meta.name in tied)
-    if apart:
+    differing = sorted(meta.name for meta in weights.metadata() if meta.name in tied)
+    if differing:
+        name, other = differing[0], tied[differing[0]]
         raise InvalidInput(
-            f"{apart[0]} is tied to {tied[apart[0]]} in the engine, and an adapter makes the two differ here: leave "
-            f"{apart[0].removesuffix('.weight')} and {tied[apart[0]].removesuffix('.weight')} out of {flag}"
+            f"{name} is tied to {other} in the engine, and an adapter makes the two differ here: leave "
+            f"{name.removesuffix('.weight')} and {other.removesuffix('.weight')} out of {flag}"
         )
 
 
 def _tied(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Names that transformers ties, with the names that they are tied to."""
+    """Yield names that transformers ties, with the names that they are tied to."""
     for prefix, module in walk(model):
         before = f"{prefix}." if prefix else ""
         known: Any = getattr(module, "all_tied_weights_keys", None)  # transformers 5

@@ -33,23 +33,23 @@ class PushCallback(TrainerCallback):
 
     @property
     def sync(self) -> VllmSync | None:
-        """Made when training begins: only then is the model wrapped and sharded as it will be trained."""
+        """The sync, made when training begins: only then is the model wrapped and sharded as it will be trained."""
         return self._pusher.sync
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The engine gets what training begins with: the base, or what a checkpoint brought back."""
+        """Push what training begins with: the base, or what a checkpoint restored."""
         self._pusher.begin(self._trainer.model_wrapped)
         self._push(should_log=False)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """An optimizer step is over."""
+        """Push after an optimizer step, if it is time."""
         if self._pusher.due(state.global_step):
             self._push(control.should_log)
         else:
             self._log(control.should_log)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The engine ends with what the model is now: perhaps the best one, which the trainer has loaded since."""
+        """Push the model as it is now: perhaps the best one, which the trainer has loaded since."""
         self._push(should_log=False)
 
     def _push(self, should_log: bool) -> None:
@@ -57,7 +57,7 @@ class PushCallback(TrainerCallback):
         self._log(should_log)
 
     def _log(self, should_log: bool) -> None:
-        """The report of the last push, at the first step at which the trainer logs."""
+        """Log the report of the last push at the first step at which the trainer logs."""
         if should_log and self._unlogged is not None:
             self._trainer.log(metrics(self._unlogged))
             self._unlogged = None

@@ -81,7 +81,7 @@ class Tracked(Protocol):
         """
 
     def remerge(self, before: Tracked, meanwhile: Callable[[], object]) -> set[str]:
-        """What `before.unmerge()` and then `merge()` do, in one pass where the backend can.
+        """Do `before.unmerge()` and then `merge()`, in one pass where the backend can.
 
         Where units are found changed, or something raises, both are unmerged after it.
 
@@ -124,20 +124,20 @@ class Backend(Protocol):
     """The functions that a backend module has."""
 
     def unavailable(self, device: torch.device) -> str | None:
-        """Why this backend cannot run on tensors of `device`; None if it can."""
+        """Return why this backend cannot run on tensors of `device`; None if it can."""
 
     def prepare(self, segments: Sequence[Segment], device: torch.device) -> Launch:
         """Lay out the work of checked, non-empty segments; the caller keeps their tensors alive."""
 
     def prepare_scaled(self, placed: Sequence[Placed], device: torch.device) -> Launch:
-        """The same where results have 8 bits: whole groups of elements that share a scale."""
+        """Lay out segments whose results have 8 bits: whole groups of elements that share a scale."""
 
     def prepare_tracked(self, segments: Sequence[Segment], device: torch.device) -> Tracked:
-        """The same for a tracked merge: every segment in place, with an adapter or a row scale."""
+        """Lay out a tracked merge: every segment in place, with an adapter or a row scale."""
 
 
 def pick(device: torch.device) -> Backend:
-    """The backend for tensors of `device`.
+    """Return the backend for tensors of `device`.
 
     Raises:
         BackendUnavailable: `LORA_MERGE_BACKEND` names none of `NAMES`, or one that cannot run there.
@@ -159,7 +159,7 @@ def name_of(backend: Backend) -> str:
 
 
 def next_after(name: str, device: torch.device, reason: str) -> Backend:
-    """The backend for segments that this one has no room for, after one warning for each reason.
+    """Return the backend for segments that this one has no room for, after one warning for each reason.
 
     Raises:
         BackendUnavailable: `LORA_MERGE_BACKEND` asks for this one, or there is none.
@@ -177,7 +177,7 @@ def _default(device_type: str) -> Backend:
 
 @cache
 def _first(device_type: str, names: tuple[str, ...], passed: tuple[str, ...]) -> Backend:
-    """The first that can run, with a warning that says why others were passed over."""
+    """Return the first that can run; warn why others were passed over."""
     reasons = list(passed)
     for name in names:
         reason = _backend(name).unavailable(torch.device(device_type))

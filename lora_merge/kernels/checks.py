@@ -16,16 +16,16 @@ from .segments import FLOATS, FP8, RAW, Segment, folded, moves_bits
 
 
 def check_device(device: str | torch.device) -> torch.device:
-    """A device by its name; raises `InvalidInput` unless tensors can be there."""
+    """Return a device by its name; raise `InvalidInput` unless tensors can be there."""
     try:
         found = torch.device(device)
         if found.type == "meta":
             raise ValueError("tensors on meta hold no values")
         torch.empty(1, device=found)
     except Exception as error:
-        told = str(error).strip().partition("\n")[0]
+        message = str(error).strip().partition("\n")[0]
         raise InvalidInput(
-            f"device {str(device)!r} cannot be used here ({told}): expected cpu, or cuda where torch sees a GPU; "
+            f"device {str(device)!r} cannot be used here ({message}): expected cpu, or cuda where torch sees a GPU; "
             "lora-merge doctor says more"
         ) from error
     return found
@@ -84,7 +84,7 @@ def check_dense(label: str, tensor: Tensor) -> None:
 
 
 def check_segments(given: object) -> tuple[Segment, ...]:
-    """The segments of a plan; raise `InvalidInput` unless they are segments whose tensors are tensors."""
+    """Return the segments of a plan; raise `InvalidInput` unless they are segments whose tensors are tensors."""
     segments = tuple(given) if isinstance(given, Iterable) else (given,)
     for index, s in enumerate(segments):
         if not isinstance(s, Segment):
@@ -175,7 +175,7 @@ def check_segment(s: Segment) -> None:
 
 
 def only_norms(s: Segment) -> bool:
-    """Whether a segment has a quantised weight in place: it cannot be written, but norms of its rows can be taken."""
+    """Return True if a segment has a quantised weight in place, which gives norms of its rows and cannot be written."""
     source, destination = s.source, s.destination
     if not isinstance(source, Packed) or not isinstance(destination, Packed) or s.row_scale is None:
         return False
@@ -242,7 +242,7 @@ def check_overlaps(segments: Sequence[Segment]) -> None:
 
 
 def overlapping(tensors: Sequence[Tensor], written: Sequence[bool]) -> tuple[int, int] | None:
-    """Numbers of two views that have a byte in common, the first one of them written; None if there are none.
+    """Return the numbers of two views that share a byte, a written one first; None if there are none.
 
     Args:
         tensors: strided, all of one device.
@@ -298,7 +298,7 @@ class _Spans:
 
 
 def _in_written_clusters(begin: np.ndarray, end: np.ndarray, write: np.ndarray) -> np.ndarray:
-    """Mask of the ranges that lie in a run of overlapping ranges with a written one among several."""
+    """Return a mask of the ranges that lie in a run of several overlapping ones, one of them written."""
     order = np.argsort(begin, kind="stable")
     reach = np.maximum.accumulate(end[order])
     cluster = np.concatenate([[0], np.cumsum(begin[order][1:] >= reach[:-1])])
@@ -309,7 +309,7 @@ def _in_written_clusters(begin: np.ndarray, end: np.ndarray, write: np.ndarray) 
 
 
 def _first_meeting(begin: np.ndarray, end: np.ndarray, write: np.ndarray) -> tuple[int, int] | None:
-    """Indices of two ranges that meet, at least one of them written; None if there are none.
+    """Return the indices of two ranges that meet, at least one of them written; None if there are none.
 
     Sorted by start, a range meets an earlier one if it starts before the furthest end so far: against every
     earlier range if it is written itself, against the written ones if not.
@@ -328,7 +328,7 @@ def _first_meeting(begin: np.ndarray, end: np.ndarray, write: np.ndarray) -> tup
 
 
 def _distinct(t: Tensor) -> bool:
-    """Whether every element of a view has memory of its own, as nested strides guarantee."""
+    """Return True if nested strides guarantee that every element of a view has memory of its own."""
     need = 1
     for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1):
         if stride < need:
@@ -344,7 +344,7 @@ def _extent(t: Tensor) -> int:
 
 
 def _inner(t: Tensor) -> int | None:
-    """The dimension along which elements are adjacent."""
+    """Return the dimension along which elements are adjacent."""
     return next((d for d in reversed(range(t.dim())) if t.stride(d) == 1 or t.shape[d] == 1), None)
 
 
@@ -354,7 +354,7 @@ def _row_bytes(t: Tensor) -> int:
 
 
 def _row_ranges(t: Tensor) -> np.ndarray:
-    """Start addresses of the view's rows of adjacent bytes (of its single elements where none are adjacent)."""
+    """Return where a view's rows of adjacent bytes start (its single elements where none are adjacent)."""
     inner = _inner(t)
     starts = np.array([t.data_ptr()], dtype=np.int64)
     for d in range(t.dim()):

@@ -20,7 +20,7 @@ _ISA = "LORA_MERGE_CPU_ISA"
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Why the CPU kernels cannot run on `device`; None if they can.
+    """Return why the CPU kernels cannot run on `device`; None if they can.
 
     Raises:
         BackendUnavailable: `LORA_MERGE_CPU_ISA` names instructions that this machine does not run.
@@ -43,17 +43,17 @@ class _Launch:
 
 
 def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
-    """Units of work are cut in C++, at each launch."""
+    """Pack the table; C++ cuts units of work at each launch."""
     return _Launch(torch.from_numpy(pack(segments)))
 
 
 def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> TwoStepScaled:
-    """Merged by launches of `prepare`, scaled by tensor operations."""
+    """Merge by launches of `prepare`, then scale by tensor operations."""
     return TwoStepScaled(prepare, ByOperations, placed, device)
 
 
 class _Tracked:
-    """`fused.Kernels` of a table."""
+    """`one_pass.Kernels` of a table."""
 
     chunk, slack = 0, 0
 

@@ -112,8 +112,8 @@ def merge(
         InvalidInput: something does not fit; nothing was written.
     """
     check_rounding(rounding, seed)
-    beside = {} if out is None else {"out": out}
-    factor = _check_arguments(scaling, weight=weight, lora_A=lora_A, lora_B=lora_B, **beside)
+    given = {} if out is None else {"out": out}
+    factor = _check_arguments(scaling, weight=weight, lora_A=lora_A, lora_B=lora_B, **given)
     dtype = check_dtype(dtype)
     weight, lora_A, lora_B = _resolved(weight, lora_A, lora_B)
     if out is None:
@@ -197,7 +197,7 @@ def _check_written(label: str, tensor: Tensor) -> None:
 
 
 def _resolved(*tensors: Tensor) -> list[Tensor]:
-    """What is read, as it lies in memory: a lazily negated view is copied."""
+    """Return what is read, as it lies in memory: a lazily negated view is copied."""
     if torch.compiler.is_compiling():
         return [t.detach() for t in tensors]
     return [(t.resolve_neg() if t.is_neg() else t).detach() for t in tensors]
@@ -292,7 +292,7 @@ def _run_segments(
 
 
 def _written(*tensors: Tensor) -> None:
-    """Tells autograd, so that a backward pass which needs the old values raises instead of using the new ones."""
+    """Tell autograd, so that a backward pass that needs the old values raises instead of using the new ones."""
     torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
 
@@ -304,7 +304,7 @@ def _new(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _fake_merge_(weight: Tensor, lora_A: Tensor, lora_B: Tensor, *_: object, out: Tensor | None = None) -> None:
-    """In-place operators change values, not shapes."""
+    """Check only: in-place operators change values, not shapes."""
     _refuse_meta(weight=weight, lora_A=lora_A, lora_B=lora_B, out=out)
 
 
@@ -339,7 +339,7 @@ def _fake_run_segments(
 
 
 def _refuse_meta(**tensors: Tensor | None) -> None:
-    """PyTorch takes a fake implementation for meta tensors as well; they must not pass for merged."""
+    """Refuse meta tensors, for which PyTorch takes a fake implementation, too: they must not pass for merged."""
     for label, tensor in tensors.items():
         if tensor is not None and tensor.device.type == "meta":
             raise InvalidInput(

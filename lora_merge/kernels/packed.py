@@ -104,7 +104,7 @@ class Codes:
             to.copy_(self.values(place))
 
     def values(self, place: Tensor) -> Tensor:
-        """What the codes at some places (int64) stand for."""
+        """Return what the codes at some places (int64) stand for."""
         scale = self._scale(place // self.block)
         place = place - self.begin
         if self.code is None:
@@ -120,7 +120,7 @@ class Codes:
         return nested.code[absmax.long()] * nested.absmax[number // nested.block] + nested.offset
 
     def tensor(self, shape: Sequence[int] | None = None) -> Packed:
-        """What lies here, 1-D, or as a tensor of this shape, which may leave out codes at the end."""
+        """Return what lies here, 1-D, or as a tensor of this shape, which may leave out codes at the end."""
         places = torch.empty(self.begin + self.count, dtype=torch.int8, device="meta")[self.begin :]
         if shape is not None:
             places = places[: torch.Size(shape).numel()].view(tuple(shape))
@@ -177,12 +177,12 @@ class Called:
             to.copy_(rows.as_strided(part.shape, part.stride(), rows.storage_offset() + first - begin * row))
 
     def tensor(self) -> Packed:
-        """What lies here, as a tensor."""
+        """Return what lies here, as a tensor."""
         return Packed(self, torch.empty(self.shape, dtype=torch.int8, device="meta"))
 
 
 def _some(places: Tensor, out: Tensor, dim: int, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views of both, of `most` elements or one step along a dimension."""
+    """Yield views of both, of `most` elements or one step along a dimension."""
     parts = -(-places.numel() // most) if places.dim() else 1
     if parts <= 1:
         return iter([(places, out)])
@@ -231,7 +231,7 @@ class Packed(Tensor):
         return int(self.places.storage_offset())
 
     def decoded(self) -> Tensor:
-        """The values, in memory of their own."""
+        """Return the values, in memory of their own."""
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         self.codes.decode(out, self.places)
         return out
@@ -255,7 +255,7 @@ class Packed(Tensor):
 
 
 def in_reach(tensor: Tensor, device: torch.device) -> bool:
-    """Whether kernels on a device read a tensor where it lies; others are brought first."""
+    """Return True if kernels on a device read a tensor where it lies; others are copied there first."""
     return tensor.device == device and not (isinstance(tensor, Packed) and isinstance(tensor.codes, Called))
 
 
@@ -268,7 +268,7 @@ def bring(to: Tensor, source: Tensor) -> None:
 
 
 def made_of(tensor: Tensor) -> Callable[[Sequence[Tensor]], Tensor]:
-    """What makes a tensor again out of views of its `memory`; it keeps none of that."""
+    """Return a function that makes a tensor again out of views of its `memory`, and keeps none of that."""
     if not isinstance(tensor, Packed):
         return itemgetter(0)
     codes, places = tensor.codes, tensor.places
@@ -278,7 +278,7 @@ def made_of(tensor: Tensor) -> Callable[[Sequence[Tensor]], Tensor]:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device; of a quantised weight the codes are moved."""
+    """Return a tensor on a device; of a quantised weight the codes are moved."""
     if tensor.device == device:
         return tensor
     if not isinstance(tensor, Packed):
@@ -294,12 +294,12 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def memory(tensor: Tensor) -> Sequence[Tensor]:
-    """The plain tensors that a tensor is read from."""
+    """Return the plain tensors that a tensor is read from."""
     return tensor.codes.tensors if isinstance(tensor, Packed) else [tensor]
 
 
 def read_bytes(tensor: Tensor) -> int:
-    """That reading a tensor once takes."""
+    """Return how many bytes are read where a tensor is read once."""
     codes = tensor.codes if isinstance(tensor, Packed) else None
     if codes is None:
         return tensor.nbytes

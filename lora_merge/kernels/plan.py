@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInput
-from . import backend as kernels
+from .backend import pick
 from .checks import check_overlaps, check_segment, check_segments, only_norms
 from .packed import Packed, read_bytes
 from .scaled.weights import Scaled, check_scaled, is_scaled, place
@@ -23,8 +23,8 @@ _T = TypeVar("_T")
 
 
 def untraced(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`torch.compiler.disable`, taken when torch._dynamo is there: importing that takes seconds, which nobody should
-    pay who compiles nothing, and before it is imported nothing can be traced."""
+    """Apply `torch.compiler.disable` once torch._dynamo is imported: importing it takes seconds, and nothing is traced
+    before."""
     disabled: Callable[_P, _T] | None = None
 
     @wraps(function)
@@ -92,7 +92,7 @@ class Plan:
         work = [s for s in self.segments if s.source.numel()]
         placed, work = place([s for s in work if is_scaled(s)], scaled), [s for s in work if not is_scaled(s)]
         # A plan without work has no device of its own, and none that a backend could refuse.
-        backend = kernels.pick(self.device) if work or placed else None
+        backend = pick(self.device) if work or placed else None
         self._launch = backend.prepare(work, self.device) if backend and work else None
         self._scaled = backend.prepare_scaled(placed, self.device) if backend and placed else None
         self.bytes_moved = sum(read_bytes(s.source) + s.destination.nbytes for s in self.segments)

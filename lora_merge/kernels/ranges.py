@@ -100,8 +100,8 @@ def check_in_place(
     back: Callable[[], object],
     again: Callable[[], object],
 ) -> None:
-    """As `check_range`, of weights that have just been merged where they lie, so that the base has to come back to tell
-    what was not finite before. What raises leaves the base there.
+    """Do `check_range` on weights that were merged in place: the base comes back to tell what was not finite before.
+    What raises leaves the base there.
 
     Args:
         results: names and merged weights, live, views of any strides; and `rows` as of `Made`.

@@ -17,7 +17,7 @@ BLOCK = 1 << 18
 
 
 def unavailable(device: torch.device) -> str | None:
-    """It runs wherever PyTorch has float64."""
+    """Return why a device has no float64; None if it has."""
     return f"{device.type} tensors have no float64" if device.type in ("mps", "meta") else None
 
 
@@ -40,17 +40,17 @@ class _Launch:
 
 
 def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
-    """Nothing to lay out."""
+    """Keep the segments: there is nothing to lay out."""
     return _Launch(segments)
 
 
 def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> TwoStepScaled:
-    """Merged by launches of `prepare`, scaled by tensor operations."""
+    """Merge by launches of `prepare`, then scale by tensor operations."""
     return TwoStepScaled(prepare, ByOperations, placed, device)
 
 
 def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> ComposedTracked:
-    """Block by block, by launches of `prepare`."""
+    """Merge block by block, by launches of `prepare`."""
     return ComposedTracked(prepare, segments)
 
 
@@ -75,7 +75,7 @@ def _merge_block(s: Segment, rows: slice, stochastic: bool, seed: int) -> None:
 
 
 def unrounded(s: Segment, rows: slice) -> Tensor:
-    """float64 `source + scaling * B A` of some rows, the sum over the rank taken in order, element by element."""
+    """Return float64 `source + scaling * B A` of some rows, summed over the rank in order, element by element."""
     total = s.source[rows].double()
     if s.lora_A is not None and s.lora_B is not None:
         product = torch.zeros_like(total)
@@ -87,7 +87,7 @@ def unrounded(s: Segment, rows: slice) -> Tensor:
 
 
 def round_once(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """float64 to `dtype`, correctly rounded to nearest even.
+    """Round float64 to `dtype`, to nearest even.
 
     Through float32 there are two roundings; rounding to odd at the first one makes the second one right
     (Boldo and Melquiond 2008: float32 has more than two bits over bf16 and fp16).
@@ -107,7 +107,7 @@ def round_once(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def random_bits(s: Segment, rows: slice, seed: int) -> Tensor:
-    """32 random bits an element (int64): a function of (seed, name, index in the whole weight); csrc/segments.h."""
+    """Return 32 random bits an element (int64), by seed, name and index in the whole weight: csrc/segments.h."""
     n_cols = s.source.shape[1]
     pitch = s.pitch or (n_cols, 1)
     device = s.source.device
@@ -128,7 +128,7 @@ def _avalanche(x: Tensor) -> Tensor:
 
 
 def round_stochastic(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
-    """float32 to `dtype`: up in magnitude with the probability of the part cut off, which `bits` decides.
+    """Round float32 to `dtype`, up in magnitude with the probability of the part cut off, which `bits` decides.
 
     The dropped low bits of the significand are compared with as many random ones by adding and cutting. A float32
     output drops nothing: it is the float32 sum itself. NaN passes. Infinity comes where rounding to nearest gives it,

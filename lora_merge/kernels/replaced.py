@@ -110,7 +110,7 @@ def _same(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _view(place: _Place, storages: Iterable[torch.UntypedStorage]) -> Tensor:
-    """The rows, in the storage that holds them."""
+    """Return the rows, in the storage that holds them."""
     for storage in storages:
         begin = place.address - storage.data_ptr()
         if storage.device == place.device and 0 <= begin < storage.nbytes():

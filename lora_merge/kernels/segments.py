@@ -24,7 +24,7 @@ from .packed import Codes, Packed
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """dtypes of bases, outputs and adapters; a word's dtype code is the index in this tuple."""
 FP8 = torch.float8_e4m3fn
-"""dtype of results that share scales, see scaled.py."""
+"""dtype of results that share scales, see scaled/weights.py."""
 BF16, FP16, FP32 = (layout.DTYPES[name] for name in ("BFloat16", "Float16", "Float32"))
 FORMATS = layout.FORMATS
 RAW = {size: layout.DTYPES[f"Raw{size}"] for size in (1, 2, 4, 8)}
@@ -87,12 +87,12 @@ class Segment:
         return 0 if self.lora_A is None else self.lora_A.shape[0]
 
     def tensors(self) -> list[Tensor]:
-        """All that it reads or writes."""
+        """Return all that it reads or writes."""
         found = (self.source, self.destination, self.lora_A, self.lora_B, self.row_scale)
         return [t for t in found if t is not None]
 
     def part(self, begin: int, end: int) -> Segment:
-        """Some of its rows; stochastic rounding draws for an element what it draws in the whole."""
+        """Return some of its rows; stochastic rounding draws for an element what it draws in the whole."""
         pitch = self.pitch or (self.source.shape[1], 1)
         return replace(
             self,
@@ -106,7 +106,7 @@ class Segment:
 
 
 def same_weights(table: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two packed tables name the same rectangles of the same weights in the same order; adapters are free."""
+    """Return True if two packed tables name the same rectangles of the same weights in one order; adapters are free."""
     words = [SOURCE, ROWS, COLS, SOURCE_STRIDE, SOURCE_STRIDE + 1]
     return (
         table.shape == other.shape
@@ -118,7 +118,7 @@ def same_weights(table: np.ndarray, other: np.ndarray) -> bool:
 def copies(
     name: str, source: Tensor, destination: Tensor, start: Sequence[int] = (), shape: Sequence[int] = ()
 ) -> list[Segment]:
-    """Segments that copy one tensor into another of the same shape, any strides; floats are converted.
+    """Return segments that copy one tensor into another of the same shape, any strides; floats are converted.
 
     Args:
         start, shape: the two are a box of a tensor of this shape, and where it begins there: stochastic rounding draws
@@ -130,7 +130,7 @@ def copies(
 
 
 def _copies(name: str, source: Tensor, destination: Tensor, first: int, steps: Sequence[int]) -> list[Segment]:
-    """As `copies`, where element (0, ...) has the number `first`, and each dimension adds its step."""
+    """Do `copies` where element (0, ...) has the number `first` and each dimension adds its step."""
     scaled = destination.dtype == FP8 != source.dtype  # rows stay rows
     if not scaled and source.is_contiguous() and destination.is_contiguous() and _adjacent(source.shape, steps):
         return [Segment(name, source.view(1, -1), destination.view(1, -1), first=first)]
@@ -143,7 +143,7 @@ def _copies(name: str, source: Tensor, destination: Tensor, first: int, steps: S
 
 
 def _adjacent(shape: Sequence[int], steps: Sequence[int]) -> bool:
-    """Whether elements of this shape that follow each other have numbers that do."""
+    """Return True if elements of this shape that follow each other have numbers that do."""
     expected = 1
     for n, step in zip(reversed(shape), reversed(steps), strict=True):
         if n > 1 and step != expected:
@@ -153,7 +153,7 @@ def _adjacent(shape: Sequence[int], steps: Sequence[int]) -> bool:
 
 
 def raw(t: Tensor) -> Tensor:
-    """A tensor's elements as integers: copying these moves bits, those of a NaN too."""
+    """Return a tensor's elements as integers: copying these moves bits, those of a NaN too."""
     return t.view(_INTEGERS[t.element_size()]) if t.element_size() in _INTEGERS else t
 
 
@@ -161,12 +161,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def name_key(name: str) -> int:
-    """64-bit hash of a weight's name, as a signed word; the same in every process and on every machine."""
+    """Return a 64-bit hash of a weight's name, as a signed word; it is the same on every machine."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def seed_key(seed: int) -> int:
-    """splitmix64 of the seed (Steele, Lea, Flood 2014), as a signed word; kernels xor it with the name's hash."""
+    """Return splitmix64 of the seed (Steele, Lea, Flood 2014), a signed word; kernels xor it with the name's hash."""
     mask = (1 << 64) - 1
     z = (seed + 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -176,7 +176,7 @@ def seed_key(seed: int) -> int:
 
 
 def pack(segments: Sequence[Segment]) -> np.ndarray:
-    """The table: int64 `[S, WORDS]`, a row for each segment (two where a long conversion is folded); none is empty.
+    """Return the table, int64 `[S, WORDS]`: a row a segment (two where a long conversion is folded); none is empty.
 
     Where the destination (or, failing that, the source) is stored by columns, the segment is turned over so that
     the kernels see rows of adjacent elements: W' = A' B' with the roles of lora_A and lora_B exchanged. Copies
@@ -187,7 +187,7 @@ def pack(segments: Sequence[Segment]) -> np.ndarray:
 
 
 def folded(s: Segment) -> list[Segment]:
-    """A conversion of a long contiguous run, folded into rows (and the rest of it), so that it fills tiles."""
+    """Fold a conversion of a long contiguous run into rows (and the rest of it), so that it fills tiles."""
     n, width = s.source.numel(), 4096
     flat = s.source.is_contiguous() and s.destination.is_contiguous() and s.pitch in (None, (s.source.shape[1], 1))
     if s.rank or s.row_scale is not None or moves_bits(s) or not flat or n < 2 * width or s.destination.dtype == FP8:
@@ -257,20 +257,20 @@ def _packed_words(source: Packed) -> list[int]:
 
 
 def moves_bits(s: Segment) -> bool:
-    """Whether a segment copies elements as they are."""
+    """Return True if a segment copies elements as they are."""
     plain = s.rank == 0 and s.row_scale is None and s.source.dtype == s.destination.dtype
     return plain and not isinstance(s.source, Packed)
 
 
 def _by_columns(destination: Tensor, source: Tensor) -> bool:
-    """Whether turning the rectangle over gives the kernels adjacent elements along a row."""
+    """Return True if turning the rectangle over gives the kernels adjacent elements along a row."""
     if destination.stride(1) == 1:
         return source.stride(1) != 1 and destination.stride(0) == 1 and source.stride(0) == 1
     return destination.stride(0) == 1
 
 
 def _copy_layout(source: Tensor, destination: Tensor) -> tuple[int, int, tuple[int, int], tuple[int, int], int]:
-    """rows, cols, strides and dtype code of a copy that moves bits: as few and as long runs of bytes as there are."""
+    """Return rows, cols, strides and dtype code of a copy that moves bits: the fewest and longest runs of bytes."""
     (m, n), size = source.shape, source.element_size()
     if n > 1 and (source.stride(1) != 1 or destination.stride(1) != 1):
         (sr, sc), (dr, dc) = source.stride(), destination.stride()

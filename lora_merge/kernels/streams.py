@@ -35,7 +35,7 @@ class Streams:
         self._of_graph = torch.cuda.is_current_stream_capturing()
 
     def join(self) -> None:
-        """In front of every run; costs a comparison where the stream is that of the last run."""
+        """Wait for the last run if that was on another stream; called before every run."""
         if self._own and torch._C._cuda_getCurrentRawStream(self._index) != self._last.cuda_stream:
             self._change()
 

@@ -52,7 +52,7 @@ class Look:
 def merging(
     layers: Iterable[object], weights: Mapping[Address, Tensor], left: AbstractSet[int] = frozenset()
 ) -> AbstractContextManager[None]:
-    """For the time of one `merged`.
+    """Claim weights for the time of one `merged`.
 
     Args:
         layers: its adapter layers.
@@ -77,7 +77,6 @@ def merging(
 def _claim_merge(
     claim: _Claim, layers: Iterable[object], weights: Mapping[Address, Tensor], left: AbstractSet[int]
 ) -> None:
-    """As of `merging`."""
     with _lock:
         there = any(_shared(layers, others) or not held.keys().isdisjoint(weights) for others, held in _merged.values())
         if there or (left and not left.isdisjoint(_memory(weights.values()))):
@@ -94,7 +93,7 @@ def _claim_merge(
 
 
 def reading(held: Sequence[torch.UntypedStorage]) -> AbstractContextManager[None]:
-    """For the time of one pass of a stream over the memory that is held.
+    """Claim the memory that one pass of a stream reads, for the time of the pass.
 
     Raises:
         AlreadyMerged: some of it is inside `merged`.

@@ -52,7 +52,7 @@ class Conversion:
         self._shapes: dict[str, torch.Size] = {}
 
     def outputs(self, metas: Mapping[str, Tensor]) -> list[Made]:
-        """The checkpoint tensors that parameters and buffers, given as meta tensors, become."""
+        """Return the checkpoint tensors that parameters and buffers, given as meta tensors, become."""
         self._shapes = {name.removeprefix(self._prefix): meta.shape for name, meta in metas.items()}
         storages = {_storage(meta): name for name, meta in metas.items()}
         with _ViewsOnly():
@@ -71,11 +71,11 @@ class Conversion:
         return sorted(outputs, key=lambda m: place[m.sources[0]])
 
     def compute(self, merged: Mapping[str, Tensor], name: str) -> Tensor:
-        """The checkpoint tensor `name` from the values of all its sources."""
+        """Compute the checkpoint tensor `name` from the values of all its sources."""
         return self._revert(merged)[name]
 
     def _groups(self, metas: Mapping[str, Tensor]) -> list[Sequence[str]]:
-        """Parameters that go into the same checkpoint tensors, together."""
+        """Group parameters that go into the same checkpoint tensors."""
         groups: dict[str, list[str]] = {}
         for source, meta in metas.items():
             group = [source]
@@ -121,7 +121,7 @@ class _Plain:
         return getattr(self._root, name)
 
     def get_parameter(self, name: str) -> Tensor:
-        """As of `nn.Module`: some conversions ask it for shapes."""
+        """See `nn.Module`: some conversions ask it for shapes."""
         if name in self._shapes:
             return torch.empty(self._shapes[name], device="meta")
         found: Any = {t.name: t.tensor for t in named_tensors(self._root)}.get(name)
@@ -142,7 +142,7 @@ class _ViewsOnly(TorchFunctionMode):
 
 
 def read_conversion(model: nn.Module) -> Conversion:
-    """The conversion of the transformers model that `model` is, wraps or contains."""
+    """Return the conversion of the transformers model that `model` is, wraps or contains."""
     for name, module in walk(model):
         if _PRETRAINED in lineage(type(module)):
             try:
@@ -154,7 +154,7 @@ def read_conversion(model: nn.Module) -> Conversion:
 
 
 def loading_names(model: Any) -> Callable[[str], str]:
-    """From a name in a checkpoint to that of the parameter, as transformers has it when it loads a model."""
+    """Return a function from a name in a checkpoint to the parameter's, as transformers loads a model."""
     prefix = getattr(model, "base_model_prefix", "") or None
     names = {t.name: True for t in named_tensors(model)}
     try:
@@ -175,7 +175,7 @@ def loading_names(model: Any) -> Callable[[str], str]:
 
 
 def tied_keys(model: nn.Module) -> list[str]:
-    """Patterns of the names that transformers leaves out of a checkpoint, and ties to another when it loads one: of
+    """Return patterns of the names that transformers leaves out of a checkpoint and ties to another on loading: of
     classes that tie, where their config says so."""
     keys = (
         (name, getattr(module, "_tied_weights_keys", None) or ())
@@ -186,9 +186,9 @@ def tied_keys(model: nn.Module) -> list[str]:
 
 
 def saved_names(names: Sequence[str], patterns: Iterable[str]) -> list[str]:
-    """Of the names of one tensor, in the model's order, those under which a checkpoint needs it: all but those that are
-    tied to another when it is loaded. What is shared otherwise (replicated layers, a module at two places) is needed
-    under each name."""
+    """Return those names of one tensor under which a checkpoint needs it, in the model's order: all but those that are
+    tied to another on loading. What is shared otherwise (replicated layers, a module at two places) is needed under
+    each name."""
     patterns = tuple(patterns)
     kept = [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
     return kept or [max(names)]

@@ -107,7 +107,7 @@ class Delta:
         return (cols, rows) if self.transposed else (rows, cols)
 
     def shards(self) -> Iterator[Shard]:
-        """lora_A and lora_B of every adapter, and the values of replaced rows."""
+        """Yield lora_A and lora_B of every adapter, and the values of replaced rows."""
         for factors in self.factors:
             yield factors.lora_A
             yield factors.lora_B
@@ -138,21 +138,21 @@ class Delta:
             yield Run(begin, end - begin)
 
     def matrices(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Logical `[out, in]` views, one for each expert, of a tensor laid out as the whole parameter."""
+        """Return logical `[out, in]` views, one for each expert, of a tensor laid out as the whole parameter."""
         out, cols = reversed(self.shape) if self.transposed else self.shape
         views = tensor.detach().view(self.experts or 1, out, cols).unbind(0)
         return tuple(view.t() for view in views) if self.transposed else views
 
     def key(self) -> tuple[Any, ...]:
-        """Everything that a plan depends on; a plan serves as long as keys stay equal."""
+        """Return all that a plan depends on; a plan serves as long as keys stay equal."""
         adapters = (*[(f.lora_A.key(), f.lora_B.key(), f.scaling) for f in self.factors],)
         magnitude = None if self.magnitude is None else self.magnitude.key()
         return self.name, self.experts, self.transposed, self.weight.key(), adapters, magnitude, self._replaced()
 
     def update(self) -> tuple[Any, ...]:
-        """What is done to the parameter, wherever it is adapted: equal for two places of one parameter (a tied weight)
-        if both do the same to it, by the same memory. An embedding holds the factors of its head the other way round.
-        """
+        """Return what is done to the parameter, wherever it is adapted: equal for two places of one parameter (a tied
+        weight) if both do the same to it, by the same memory. An embedding holds the factors of its head the other way
+        round."""
         if self.experts is not None or self.magnitude is not None:
             return self.key()[1:]
         factors = []
@@ -165,7 +165,7 @@ class Delta:
         return (*[(rows.indices, rows.values.key()) for rows in self.rows],)
 
     def describe(self) -> str:
-        """What must be equal on every rank, in words."""
+        """Return what must be equal on every rank, in words."""
         adapters = ", ".join(
             f"{f.adapter and f'{f.adapter!r}: '}lora_A {f.lora_A.dtype} {list(f.lora_A.shape)} "
             f"lora_B {f.lora_B.dtype} {list(f.lora_B.shape)} x {f.scaling}"
@@ -173,15 +173,15 @@ class Delta:
         )
         kind = f"{self.experts or ''}{' transposed' if self.transposed else ''}{' DoRA' if self.magnitude else ''}"
         if self.rows:
-            told = (
+            shapes = (
                 f"{r.adapter!r}: rows {list(r.indices)} by {r.values.dtype} {list(r.values.shape)}" for r in self.rows
             )
-            adapters = ", ".join([*([adapters] if adapters else []), *told])
+            adapters = ", ".join([*([adapters] if adapters else []), *shapes])
         return f"{self.name} {self.weight.dtype} {list(self.weight.shape)}{kind} + {adapters}"
 
 
 def _side(shard: Shard, turned: bool) -> tuple[Any, ...]:
-    """As `Shard.key`, of the transposed tensor where it is turned."""
+    """Return `Shard.key`, of the transposed tensor where it is turned."""
 
     def way(numbers: Sequence[int]) -> tuple[int, ...]:
         return tuple(reversed(numbers)) if turned else tuple(numbers)
@@ -227,12 +227,12 @@ class Job(NamedTuple):
 
 
 def whole_job(delta: Delta, source: Tensor, destination: Tensor) -> Job:
-    """The job of a whole parameter."""
+    """Return the job of a whole parameter."""
     return Job(delta, (0,) * len(delta.weight.shape), source, destination)
 
 
 def in_place(delta: Delta) -> list[Job]:
-    """The jobs that merge what this rank holds of a parameter where it lies."""
+    """Return the jobs that merge what this rank holds of a parameter where it lies."""
     return [Job(delta, piece.start, piece.tensor, piece.tensor) for piece in delta.weight.pieces]
 
 
@@ -256,7 +256,7 @@ class Rectangle(NamedTuple):
 
 
 def rectangles(job: Job) -> Iterator[Rectangle]:
-    """A job as rectangles of matrices: one for a plain weight, one an expert for fused ones."""
+    """Yield a job as rectangles of matrices: one for a plain weight, one an expert for fused ones."""
     delta, start = job.delta, job.start
     shape = delta.weight.shape
     strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
@@ -276,7 +276,8 @@ def rectangles(job: Job) -> Iterator[Rectangle]:
 def _flattened(
     source: Tensor, destination: Tensor, shape: tuple[int, ...], start: tuple[int, ...]
 ) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """A box as matrices `[rows, cols]`, with the number of the first column: the dimensions after the first in one."""
+    """Yield a box as matrices `[rows, cols]`, with the number of the first column: the dimensions after the first in
+    one."""
     if source.dim() == 1:
         yield source.unsqueeze(1), destination.unsqueeze(1), 0
     elif source.dim() == 2:

@@ -54,12 +54,12 @@ def refuse_copy(*args: object, **kwargs: object) -> None:
 
 
 def guarded(modules: Sequence[nn.Module]) -> list[tuple[Sequence[nn.Module], dict[str, Any]]]:
-    """The modules that save themselves, class by class, with what is to stand for those of their methods."""
+    """Return the modules that save themselves, class by class, with the replacements of their methods."""
     return [([modules[at] for at in numbers], new) for numbers, new in savers(modules)]
 
 
 def savers(modules: Sequence[nn.Module]) -> list[tuple[list[int], dict[str, Any]]]:
-    """The same, by their numbers."""
+    """Return the numbers of the modules that save themselves."""
     kinds: list[type] = list(map(type, modules))
     for kind in set(kinds) - _found.keys():
         _found[kind] = {name: refuse for name in _SAVERS if callable(getattr(kind, name, None))}

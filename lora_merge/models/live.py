@@ -19,6 +19,7 @@ from ..shards.ranks import Ranks
 from .conversion import Conversion
 from .delta import Delta, Job
 from .part import Part
+from .pausing import pause
 from .snapshot import Layed, Owners, Snapshot
 
 
@@ -40,24 +41,24 @@ class Live(Protocol):
     sharded: bool
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """As `names.walk`."""
+        """See `names.walk`."""
 
     def snapshot(self, *, adapters: bool = True) -> Snapshot:
-        """All that the methods below depend on, on this rank; taken once.
+        """Return all that the methods below depend on, on this rank; taken once.
 
         Args:
             adapters: False: all that the parts without adapters depend on.
         """
 
     def adapters(self) -> tuple[list[object], Sequence[Delta]]:
-        """Its adapter layers and what they add.
+        """Return its adapter layers and what they add.
 
         Raises:
             UnsupportedAdapter, AlreadyMerged, InvalidInput: as `read_deltas`.
         """
 
     def parts(self, *, adapters: bool, keep_tied: bool) -> dict[str, Part]:
-        """What it streams, by name.
+        """Return what it streams, by name.
 
         Args:
             adapters: with what they add.
@@ -65,27 +66,28 @@ class Live(Protocol):
         """
 
     def united(self, parts: Mapping[str, Part]) -> dict[str, Part]:
-        """The parts of all ranks, those of which this one holds nothing too, in an order that is the same everywhere.
+        """Return the parts of all ranks, those of which this one holds nothing too, in the same order everywhere.
         Collective over `ranks`."""
 
     def everyones(self, deltas: Sequence[Delta]) -> list[Delta]:
-        """The deltas of all ranks, out of this one's, in an order that is the same everywhere. Collective over
-        `ranks`."""
+        """Return the deltas of all ranks, in the same order everywhere. Collective over `ranks`."""
 
     def conversion(self) -> Conversion:
-        """From its tensors to those of the checkpoint."""
+        """Return the conversion of its tensors to those of the checkpoint."""
 
     def weights(self, deltas: Sequence[Delta]) -> dict[Address, Tensor]:
-        """What is written when deltas, all that `adapters` told, are merged in place."""
+        """Return what is written when deltas, all that `adapters` gave, are merged in place."""
 
     def owners(self, weights: Mapping[Address, Tensor]) -> Owners:
-        """The places that hold `weights` by themselves: none where FSDP puts parameters in and takes them out."""
+        """Return the places that hold `weights` by themselves: none where FSDP puts parameters in and takes them
+        out."""
 
     def layouts(self, weights: Mapping[Address, Tensor]) -> Sequence[Layed]:
-        """Shapes, strides and dtypes of `weights`."""
+        """Return the shapes, strides and dtypes of `weights`."""
 
     def jobs(self, deltas: Sequence[Delta], copy: Callable[[Address], Tensor]) -> AbstractContextManager[Sequence[Job]]:
-        """What is to be merged in place; tied weights are held apart inside, by copies of the bases of `weights`."""
+        """Return what is to be merged in place; tied weights are separate inside, by copies of the bases of
+        `weights`."""
 
     def off(self) -> None:
         """Make the adapters' forwards add nothing from now on."""
@@ -98,7 +100,7 @@ class Live(Protocol):
 
 
 def live(model: Any) -> Live:
-    """A trainer's model: PEFT's, or Megatron's chunks.
+    """Wrap a trainer's model: PEFT's, or Megatron's chunks.
 
     Raises:
         InvalidInput: it is neither.
@@ -106,11 +108,12 @@ def live(model: Any) -> Live:
     from .megatron.live import Megatron
     from .peft.live import Peft
 
+    pause(model)
     return Megatron(model) if check_model(model) else Peft(model)
 
 
 def check_model(model: Any) -> bool:
-    """Whether a model is Megatron's; raise `InvalidInput` unless it is one."""
+    """Return True if a model is Megatron's; raise `InvalidInput` unless it is a model."""
     from .megatron.live import is_megatron
 
     if is_megatron(model):

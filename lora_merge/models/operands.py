@@ -43,7 +43,7 @@ class _Factor:
         self.all = shard.pieces[0].tensor if shard.whole and here else gathered
 
     def window(self, dim: int, first: int, count: int) -> Tensor | None:
-        """Rows (dim 0) or columns (dim 1) of a matrix, the other dimension whole, out of one local piece."""
+        """Return rows (dim 0) or columns (dim 1) of a matrix, the other dimension whole, out of one local piece."""
         if not self.here or len(self.shard.shape) != 2:
             return None
         start, size = [0, 0], list(self.shard.shape)
@@ -51,14 +51,14 @@ class _Factor:
         return self.shard.window((tuple(start), tuple(size)))
 
     def lora_A(self, delta: Delta, r: Rectangle) -> Tensor | None:
-        """`[r, cols]` for a rectangle; None where it is not at hand."""
+        """Return `[r, cols]` for a rectangle; None where it is not at hand."""
         experts, cols = delta.experts or 1, r.source.shape[1]
         if self.all is not None:
             return self.all.view(experts, -1, delta.shape[1])[r.expert, :, r.col : r.col + cols]
         return self.window(1, r.col, cols) if experts == 1 else None
 
     def lora_B(self, delta: Delta, r: Rectangle) -> Tensor | None:
-        """`[rows, r]` for a rectangle; None where it is not at hand."""
+        """Return `[rows, r]` for a rectangle; None where it is not at hand."""
         experts, rows = delta.experts or 1, r.source.shape[0]
         if self.all is not None:
             return self.all.view(delta.shape[0], -1, experts)[r.row : r.row + rows, :, r.expert]
@@ -110,10 +110,11 @@ class Operands:
     def _gather(
         self, named: dict[int, tuple[str, Shard]], lacking: Sequence[set[int]], ranks: Ranks
     ) -> tuple[Exchange, list[dict[int, Tensor]]]:
-        """What brings in each turn what any rank lacks then; and where that comes to lie, by id of the shard."""
+        """Return what gathers in each turn the factors that any rank lacks then, and where these come to lie, by id of
+        the shard."""
         numbers, keys = {key: number for number, key in enumerate(named)}, list(named)
-        told = ranks.gather([sorted(numbers[key] for key in some) for some in lacking])
-        needed = [sorted(set().union(*some)) for some in zip(*told, strict=True)]
+        by_rank = ranks.gather([sorted(numbers[key] for key in some) for some in lacking])
+        needed = [sorted(set().union(*some)) for some in zip(*by_rank, strict=True)]
         wanted = {number: at for at, number in enumerate(sorted(set().union(*needed)))}
         tensors = [named[keys[number]] for number in wanted]
         in_turns = [[wanted[number] for number in some] for some in needed]
@@ -124,7 +125,7 @@ class Operands:
         ]
 
     def _made_private(self, names: dict[int, str]) -> list[Segment]:
-        """Makes every factor that lies here a copy of its pieces, all in one buffer; returns the work of filling it."""
+        """Make every factor that lies here a copy of its pieces, all in one buffer; return the work of filling it."""
         pieces = [(key, p) for key, f in self._factors.items() if f.here for p in f.shard.pieces]
         sizes = [-(-p.tensor.nbytes // 16) * 16 for _, p in pieces]
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
@@ -140,7 +141,8 @@ class Operands:
         return work
 
     def _lacking(self, turn: Turn, scaled: Sequence[Delta]) -> set[int]:
-        """ids of the shards that have to be gathered for this rank in a turn, in which these rows are scaled first."""
+        """Return ids of the shards that have to be gathered for this rank in a turn, in which these rows are scaled
+        first."""
         lacking = {id(d.magnitude) for d in scaled}
         lacking |= {id(rows.values) for delta in turn.deltas for rows in delta.rows}
         for delta in turn.deltas:
@@ -161,7 +163,7 @@ class Operands:
         return factor if gathered is None else _Factor(factor.shard, factor.here, gathered)
 
     def _pair(self, delta: Delta, turn: int) -> tuple[_Factor, _Factor, float]:
-        """lora_A, lora_B and scaling, of several adapters side by side."""
+        """Return lora_A, lora_B and scaling, of several adapters side by side."""
         if len(delta.factors) > 1:
             halves = [(self.whole(f.lora_A, turn), self.whole(f.lora_B, turn)) for f in delta.factors]
             return self._beside.pair(delta, turn, halves)
@@ -169,13 +171,13 @@ class Operands:
         return self._factor(f.lora_A, turn), self._factor(f.lora_B, turn), f.scaling
 
     def whole(self, shard: Shard, turn: int = 0) -> Tensor:
-        """A factor or magnitude that was gathered for a turn, or lies here whole."""
+        """Return a factor or magnitude that was gathered for a turn, or lies here whole."""
         found = self._factor(shard, turn).all
         assert found is not None
         return found
 
     def factors(self, delta: Delta, turn: int = 0) -> tuple[Tensor, Tensor, float]:
-        """lora_A `[E, R, in]`, lora_B `[out, R, E]` (E = 1 where there are no experts) and scaling, whole, all
+        """Return lora_A `[E, R, in]`, lora_B `[out, R, E]` (E = 1 where there are no experts) and scaling, whole, all
         adapters side by side; for a delta in `everything`."""
         a, b, scaling = self._pairs[turn][delta.name]
         assert a.all is not None
@@ -184,15 +186,14 @@ class Operands:
         return a.all.view(experts, -1, cols), b.all.view(out, -1, experts), scaling
 
     def row_scale(self, delta: Delta) -> Tensor | None:
-        """float32 `[out]`: DoRA's factor of each row, as of the last `refresh`; None where there is none."""
+        """Return float32 `[out]`: DoRA's factor of each row, as of the last `refresh`; None where there is none."""
         return None if self._dora is None else self._dora.of(delta)
 
     def segments(self, job: Job, turn: int = 0) -> list[Segment]:
-        """The segments of a job of a turn."""
         return self.scaled_segments(job, turn, self.row_scale(job.delta))
 
     def scaled_segments(self, job: Job, turn: int, row_scale: Tensor | None) -> list[Segment]:
-        """As `segments`, with row factors that come from elsewhere."""
+        """Return `segments` with row factors that come from elsewhere."""
         if job.delta.rows:
             return [s for r in rectangles(job) for s in self._replaced(job.delta, r, turn)]
         (a, b, scaling), delta = self._pairs[turn][job.delta.name], job.delta
@@ -208,8 +209,8 @@ class Operands:
         return segments
 
     def _replaced(self, delta: Delta, r: Rectangle, turn: int) -> Iterator[Segment]:
-        """The copies that a rectangle comes to where an adapter replaces rows: of these, and of the base's others,
-        which stay where they are if it is merged in place."""
+        """Yield the copies of a rectangle of which an adapter replaces rows: these, and the base's others, which stay
+        where they are if it is merged in place."""
         stays = r.source.data_ptr() == r.destination.data_ptr() and r.source.stride() == r.destination.stride()
         values = self._rows[turn][delta.name]
         for first, many, which, at in delta.runs(r.row, r.source.shape[0]):
@@ -232,8 +233,8 @@ class Operands:
         return self._exchange.held + self._beside.held + (0 if self._dora is None else self._dora.held)
 
     def release(self) -> None:
-        """As `Plan.release`, of what is read of the weights, when no turn follows. The adapters, which are small, stay
-        at hand."""
+        """Release what is read of the weights, like `Plan.release`, when no turn follows. The adapters, which are
+        small, stay at hand."""
         self._exchange.wait()
         self._exchange.release()
         if self._copies is not None:
@@ -262,8 +263,8 @@ class Operands:
 
 
 def _held(turns: Sequence[Turn], ranks: Ranks) -> list[Turn]:
-    """The turns, each delta once (its tensor may have several names), without those of which none of the ranks holds a
-    weight."""
+    """Return the turns, each delta once (its tensor may have several names), without deltas of whose weight no rank
+    holds anything."""
     here = {delta.name: bool(delta.weight.pieces) for turn in turns for delta in turn.deltas}
     held = ranks.gather(list(here.values()))
     kept = {name for name, *flags in zip(here, *held, strict=True) if any(flags)}
@@ -274,7 +275,7 @@ def _held(turns: Sequence[Turn], ranks: Ranks) -> list[Turn]:
 
 
 def _scaled(turns: Sequence[Turn]) -> list[list[Delta]]:
-    """For each turn the deltas with a magnitude that come there first."""
+    """Return for each turn the deltas with a magnitude that come there first."""
     known: set[str] = set()
     found = []
     for turn in turns:
@@ -296,7 +297,7 @@ class _Beside:
         self._scaled: list[tuple[list[Tensor], list[float]]] = [([], []) for _ in turns]
 
     def pair(self, delta: Delta, turn: int, halves: Sequence[tuple[Tensor, Tensor]]) -> tuple[_Factor, _Factor, float]:
-        """lora_A, lora_B and scaling, as they will be in a turn, out of those of each adapter."""
+        """Return lora_A, lora_B and scaling, as they will be in a turn, out of those of each adapter."""
         (out, cols), experts = delta.shape, delta.experts or 1
         shapes = _shapes(delta)
         begin, self._ends[turn] = self._ends[turn], self._ends[turn] + sum(map(_room, shapes))
@@ -321,45 +322,34 @@ class _Beside:
 
 
 def _shapes(delta: Delta) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """lora_A `[E, R, in]` and lora_B `[out, R, E]` of all adapters side by side."""
+    """Return lora_A `[E, R, in]` and lora_B `[out, R, E]` of all adapters side by side."""
     (out, cols), experts = delta.shape, delta.experts or 1
     rank = sum(f.lora_A.shape[0] // experts for f in delta.factors)
     return (experts, rank, cols), (out, rank, experts)
 
 
 def _room(shape: Sequence[int]) -> int:
-    """Elements that a float32 tensor takes, up to where the next one may begin."""
+    """Return how many elements a float32 tensor takes, up to where the next one may begin."""
     return -(-prod(shape) // 64) * 64
 
 
-class MergePlan:
-    """Jobs of one device in one launch: checked and laid out once, run every step.
+def merge_plan(
+    jobs: Sequence[Job],
+    operands: Operands,
+    copies: Sequence[Segment] = (),
+    turn: int = 0,
+    scaled: Sequence[Scaled] = (),
+) -> Plan:
+    """Plan jobs of one device in one launch: checked and laid out once, run every step.
 
     Args:
         jobs: what is merged.
         operands: made for them; whoever runs the plan refreshes these first.
         copies: further segments of the same launch (what has no adapter).
         turn: of the operands, the one that the jobs belong to.
-        scaled: as of `Plan`.
+        scaled: see `Plan`.
 
     Raises:
         InvalidInput: something does not fit; nothing was written.
     """
-
-    def __init__(
-        self,
-        jobs: Sequence[Job],
-        operands: Operands,
-        copies: Sequence[Segment] = (),
-        turn: int = 0,
-        scaled: Sequence[Scaled] = (),
-    ) -> None:
-        self.plan = Plan([*copies, *(segment for job in jobs for segment in operands.segments(job, turn))], scaled)
-
-    def release(self) -> None:
-        """As `Plan.release`."""
-        self.plan.release()
-
-    def run(self, *, rounding: str = "nearest", seed: int | None = None) -> bool | None:
-        """As `Plan.run`."""
-        return self.plan.run(rounding=rounding, seed=seed)
+    return Plan([*copies, *(segment for job in jobs for segment in operands.segments(job, turn))], scaled)

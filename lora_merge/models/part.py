@@ -37,8 +37,8 @@ class Part:
 
 
 def learning_of(parts: Mapping[str, Part], trained: Sequence[Tensor], buffers: bool) -> frozenset[str]:
-    """Names of the parts that training changes by itself: those in the memory of a parameter that requires a gradient,
-    and buffers."""
+    """Return the names of the parts that training changes by itself: those in the memory of a parameter that requires a
+    gradient, and buffers."""
     local = list(map(here, trained))
     ranges = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in local if t.numel())
     begins = [begin for begin, _ in ranges]
@@ -74,7 +74,7 @@ class Learning:
         return [p.requires_grad for p in self._parameters] != self._flags
 
     def names(self, parts: Mapping[str, Part], ranks: Ranks, buffers: bool) -> frozenset[str]:
-        """As `learning_of`, on any of the ranks. Collective."""
+        """Return `learning_of` on any of the ranks. Collective."""
         learning = [p for p, flag in zip(self._parameters, self._flags, strict=True) if flag]
         trained = [*learning, *self._brought]
         return frozenset().union(*ranks.gather(learning_of(parts, trained, buffers)))

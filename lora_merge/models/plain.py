@@ -37,7 +37,7 @@ _LOAD = "load the base in bfloat16, float16 or float32"
 
 
 def remedy(method: str = "") -> str:
-    """What to do about a base that is quantised, in words that end an error.
+    """Return what to do about a base that is quantised: the end of an error's text.
 
     Args:
         method: what transformers calls the format (`quant_method`); "" where that is not known. transformers is asked
@@ -84,7 +84,7 @@ def check_plain(modules: Iterable[tuple[str, nn.Module]], tensors: Iterable[Name
 
 
 def _method(module: nn.Module) -> str:
-    """By which format transformers has quantised a model; "" for what is no model that it has quantised."""
+    """Return the format by which transformers has quantised a model; "" where it has not."""
     quantizer = module.__dict__.get("hf_quantizer")
     if quantizer is None:
         return ""
@@ -109,7 +109,8 @@ def _check_tensor(t: NamedTensor, modules: Iterable[tuple[str, nn.Module]]) -> N
 
 
 def _check_no_factor(t: NamedTensor) -> None:
-    """A LoRA layer of another library would be streamed as its base and its factors, and served as the base alone."""
+    """Refuse a LoRA layer of another library: it would be streamed as its base and its factors, and served as the
+    base."""
     parts = t.name.split(".")
     found = next((part for part in parts if part in _FACTORS), None)
     if found is not None:
@@ -122,7 +123,7 @@ def _check_no_factor(t: NamedTensor) -> None:
 
 
 def _quantised(t: NamedTensor) -> str | None:
-    """By which format the elements of a tensor stand for others; None where they are what they seem."""
+    """Return the format by which the elements of a tensor stand for others; None where they are what they seem."""
     local: Tensor = getattr(t.tensor, "_local_tensor", t.tensor)
     for cls in {type(t.tensor), type(t.tensor.data), type(local)}:
         known = next((_PACKED_CLASSES[path] for path in lineage(cls) if path in _PACKED_CLASSES), None)
@@ -150,8 +151,8 @@ def _is_byte(t: Tensor) -> bool:
 
 
 def _holds_weight(t: NamedTensor) -> bool:
-    """Whether a tensor of bytes is in the place of a weight: scales of these may be anywhere. A power of two without a
-    sign (e8m0), or a single row, is none."""
+    """Return True if a tensor of bytes is in the place of a weight: scales of these may be anywhere. A power of two
+    without a sign (e8m0), or a single row, is none."""
     if t.attribute not in t.owner._parameters:
         return t.attribute == "weight"
     exponents = t.tensor.dtype == getattr(torch, "float8_e8m0fnu", None)
@@ -159,7 +160,8 @@ def _holds_weight(t: NamedTensor) -> bool:
 
 
 def _among_codes(t: NamedTensor) -> bool:
-    """Whether a floating-point tensor of bytes is, or has, scales: by its module's names, or by other bytes there."""
+    """Return True if a floating-point tensor beside bytes is, or has, scales: by its module's names, or by other bytes
+    there."""
     beside = {**t.owner._parameters, **t.owner._buffers}
     return any(
         "scale" in name.lower() or (name != t.attribute and _is_byte(tensor))

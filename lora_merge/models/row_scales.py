@@ -30,10 +30,10 @@ class Adapters(Protocol):
     """Adapters as the kernels read them: `Operands`, of which this is all that norms need."""
 
     def whole(self, shard: Shard, turn: int) -> Tensor:
-        """A magnitude that was gathered for a turn, or lies here whole."""
+        """Return a magnitude that was gathered for a turn, or lies here whole."""
 
     def scaled_segments(self, job: Job, turn: int, row_scale: Tensor | None) -> list[Segment]:
-        """The segments of a job of a turn, with these row factors."""
+        """Return the segments of a job of a turn, with these row factors."""
 
 
 class _Round:
@@ -53,7 +53,7 @@ class _Round:
         return not in_reach(job.source, self._device)
 
     def take(self, job: Job) -> bool:
-        """Whether there is room for the job; then it is in."""
+        """Take the job and return True if there is room for it."""
         place, more = job.source.data_ptr(), needed(job.source) if self.is_away(job) else 0
         if place in self._places or (more and self.nbytes and self.nbytes + more > _BROUGHT):
             return False
@@ -64,7 +64,7 @@ class _Round:
 
 
 def _parts(job: Job) -> Iterator[Job]:
-    """A job, none of whose parts is much to bring."""
+    """Cut a job into parts, none of which is much to bring."""
     (first, *start), source = job.start, job.source
     many = max(_BROUGHT // max(source.nbytes // len(source), 1), 1)
     for at in range(0, len(source), many):
@@ -169,7 +169,7 @@ class RowScales:
         return rounds
 
     def _norms(self, some: _Round, parts: Mapping[str, Tensor], adapters: Adapters, turn: int) -> _Norms:
-        """A round of a turn, laid out; `parts`: by name of the delta, where the norms of all its rows are added up."""
+        """Lay out a round of a turn; `parts`: by name of the delta, where the norms of all its rows are added up."""
         away = [job.source for job in some.jobs if some.is_away(job)]
         rooms = self._staging.lay_out(away)
         segments: list[Segment] = []
@@ -183,11 +183,11 @@ class RowScales:
         return _Norms(Copies(list(zip(rooms, away, strict=True))), Plan(segments), sums)
 
     def of(self, delta: Delta) -> Tensor | None:
-        """float32 `[out]`; None for a delta without magnitude."""
+        """Return float32 `[out]`; None for a delta without magnitude."""
         return self._scales.get(delta.name)
 
     def release(self) -> None:
-        """As `Plan.release`, of all turns."""
+        """Release all turns, like `Plan.release`."""
         for turn in self._turns:
             for some in turn.rounds if turn is not None else ():
                 some.copied.release()
@@ -221,6 +221,6 @@ class RowScales:
 
 
 def _splits(delta: Delta, owned: Sequence[Sequence[Box]]) -> bool:
-    """Whether some row of a delta's matrix lies on several ranks."""
+    """Return True if some row of a delta's matrix lies on several ranks."""
     dims = range(1) if delta.transposed else range(1, len(delta.weight.shape))
     return any(size[d] != delta.weight.shape[d] for boxes in owned for _, size in boxes for d in dims)

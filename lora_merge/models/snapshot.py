@@ -118,7 +118,7 @@ class Owners(NamedTuple):
     stay: bool = True
 
     def lost(self) -> list[Tensor | str]:
-        """Those that are in their places no more."""
+        """Return those that are in their places no more."""
         if not self.stay:
             return []
         parameters = column("_parameters", list(map(vars, self.modules)), self.modules)
@@ -128,8 +128,8 @@ class Owners(NamedTuple):
         return [held for held, there in zip(self.held, now, strict=True) if held is not there]
 
     def cut_off(self) -> list[Tensor | str]:
-        """Those that are in their modules, and another module has taken the place of one that leads there; not where
-        it was wrapped."""
+        """Return those that are in their modules where another module has taken the place of one that leads there; not
+        where it was wrapped."""
         children = column("_modules", list(map(vars, self.above)), self.above)
         now = list(map(dict.get, children, self.children))
         if all(map(is_, now, self.below)):
@@ -144,7 +144,7 @@ _indices: WeakKeyDictionary[nn.Module, Indices] = WeakKeyDictionary()
 
 
 def indices_in(snapshot: Snapshot, model: nn.Module) -> Indices | None:
-    """What `note` was told of a snapshot of the model that was equal to this one, if it was the last."""
+    """Return what `note` got for a snapshot of the model that was equal to this one, if it was the last."""
     known = _indices.get(model)
     return known if known is not None and known.facts == snapshot.facts else None
 
@@ -179,12 +179,12 @@ def note(
 
 
 def layouts(weights: Iterable[Tensor]) -> list[Layed]:
-    """Shapes, strides and dtypes of what is here of some weights."""
+    """Return shapes, strides and dtypes of what is here of some weights."""
     return [(weight.shape, weight.stride(), weight.dtype) for weight in map(here, weights)]
 
 
 def owners(snapshot: Snapshot, weights: Iterable[Tensor], indices: Indices | None = None) -> Owners:
-    """The places of the snapshot that hold some of these parameters.
+    """Return the places of the snapshot that hold some of these parameters.
 
     Args:
         indices: in the snapshot, where the weights are theirs: nothing has to be looked for then.
@@ -203,7 +203,7 @@ def owners(snapshot: Snapshot, weights: Iterable[Tensor], indices: Indices | Non
 
 
 def named_owners(snapshot: Snapshot, names: Iterable[tuple[nn.Module, str]]) -> Owners:
-    """The places of parameters that are known by their names: the modules that own them, and these."""
+    """Return the places of parameters that are known by their names: the modules that own them, and the names."""
     modules, held = (list(column) for column in zip(*names, strict=True))
     return Owners(modules, [], held, *_way_to(modules, snapshot.modules), stay=False)
 
@@ -211,7 +211,7 @@ def named_owners(snapshot: Snapshot, names: Iterable[tuple[nn.Module, str]]) -> 
 def _way_to(
     modules: Sequence[nn.Module], everything: Sequence[nn.Module]
 ) -> tuple[list[nn.Module], list[str], list[nn.Module]]:
-    """Where these modules are, and where the modules are that they are in, and so on; see `Owners`."""
+    """Return where these modules are, where the modules around them are, and so on; see `Owners`."""
     parents: dict[int, list[tuple[nn.Module, str, nn.Module]]] = {}
     for module in {id(module): module for module in everything}.values():
         for name, child in module._modules.items():
@@ -228,12 +228,11 @@ def _way_to(
 
 
 def some(of: Sequence[_T], numbers: Sequence[int]) -> Sequence[_T]:
-    """The elements with these numbers."""
     return itemgetter(*numbers)(of) if len(numbers) > 1 else [of[number] for number in numbers]
 
 
 def take(model: nn.Module, layout: Layout | None, *, adapters: bool = True) -> Snapshot:
-    """The snapshot of a model with PEFT's adapters, or with none.
+    """Take the snapshot of a model with PEFT's adapters, or with none.
 
     Args:
         layout: None: as if nothing were sharded.
@@ -267,7 +266,7 @@ def take(model: nn.Module, layout: Layout | None, *, adapters: bool = True) -> S
 
 
 def again(model: nn.Module, sharded: bool, *, adapters: bool = True) -> Snapshot | None:
-    """The snapshot of a model, if nothing has changed that the last reading of it looked at.
+    """Return the snapshot of a model, if nothing has changed that the last reading of it looked at.
 
     Args:
         sharded: by FSDP2 alone.
@@ -294,7 +293,7 @@ class _Noted:
         self.meshes: Any = None
 
     def again(self, model: nn.Module) -> Snapshot | None:
-        """The snapshot, if nothing has changed that the reading looked at."""
+        """Return the snapshot, if nothing has changed that the reading looked at."""
         if self.watch is None or self.wrappers != wrappers():
             return None
         found = self.watch.again(model)
@@ -335,7 +334,7 @@ class Taking:
         self.taken = Snapshot([], [], [], [], set())
 
     def add(self, seen: Trail, adapters: AdapterFacts | None = None) -> None:
-        """The next modules of a trail, with what is known of their adapters."""
+        """Add the next modules of a trail, with what is known of their adapters."""
         facts, parts = self.taken.facts, [] if adapters is None else adapters.parts
         facts += seen.facts
         self.taken.kinds.update(seen.kinds)
@@ -365,7 +364,7 @@ class Taking:
             self._here(self._opened(tensors, kinds))
 
     def done(self) -> Snapshot:
-        """When all were added."""
+        """Return the snapshot, when all modules were added."""
         if self._layout is not None:
             here, shards = self._layout.local(self.taken.parameters)
             self.taken.facts.extend(shards)
@@ -381,7 +380,7 @@ class Taking:
         return self.taken
 
     def _opened(self, tensors: Sequence[Tensor], kinds: Iterable[type]) -> Sequence[Tensor]:
-        """The plain tensors in them; the rest is noted."""
+        """Return the plain tensors in them; note the rest."""
         plain, facts = quantised.opened(tensors, kinds)
         if facts:
             self.taken.facts.extend(facts)
@@ -389,7 +388,7 @@ class Taking:
         return plain
 
     def _look(self, watch: Watch, seen: Trail, adapters: AdapterFacts | None, parts: Look) -> None:
-        """What `add` looks at; of the tensors, `_here` says it."""
+        """Note what `add` looks at, without the tensors, of which `_here` notes it."""
         fields, begin = ("_modules", "_parameters", "_buffers", "_hf_device_mesh"), 0
         for at in choices(seen):  # what one of these has chosen may be the next module
             wrapper, end = seen.modules[at], at + 1
@@ -405,7 +404,7 @@ class Taking:
             watch.look(parts)
 
     def _buffers(self, seen: Trail, tensors: list[Any]) -> None:
-        """Adds the persistent ones."""
+        """Add the buffers that are persistent."""
         buffers = column("_buffers", seen.insides, seen.modules)
         for module, there in compress(zip(seen.modules, buffers, strict=True), buffers):
             if self.watch is not None:
@@ -416,7 +415,8 @@ class Taking:
                     tensors.append(buffer)
 
     def _here(self, tensors: Sequence[Tensor]) -> None:
-        """Shapes, strides, dtypes and devices are the very list of the last time where they are what they were then."""
+        """Note shapes, strides, dtypes and devices: the very list of the last time where they are what they were
+        then."""
         self.taken.tensors.extend(tensors)
         self.taken.facts.extend(map(Tensor.data_ptr, tensors))
         if self.watch is not None:
@@ -467,7 +467,7 @@ class _Compared:
         return [t for at, t in enumerate(tensors) if at not in self._twins] if self._twins else tensors
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these have what those had."""
+        """Return True if these have what those had."""
         if len(tensors) != self._count:
             return False
         for at, first in self._twins.items():

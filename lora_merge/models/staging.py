@@ -71,7 +71,7 @@ class Copies:
         return True
 
     def run(self) -> None:
-        """Enqueue all of them on the current stream."""
+        """Enqueue all copies on the current stream."""
         assert len(self._pairs) == len(self._views), "released, and not held again"
         for here, there in self._pairs:
             bring(here, there)
@@ -103,7 +103,7 @@ class Staging:
         return 0 if self.memory is None else self.memory.data_ptr()
 
     def lay_out(self, views: Sequence[Tensor]) -> list[Tensor]:
-        """Room for a copy of each of these at the same time, side by side; contiguous."""
+        """Return contiguous room for a copy of each of these at the same time, side by side."""
         starts, end = [], 0
         for view in views:
             starts.append(end)
@@ -135,5 +135,5 @@ class Staging:
 
 
 def needed(view: Tensor) -> int:
-    """Bytes of staging memory that a copy takes, up to where the next one may begin."""
+    """Return the bytes of staging memory that a copy takes, up to where the next one may begin."""
     return aligned(view.nbytes)

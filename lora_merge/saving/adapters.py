@@ -57,7 +57,7 @@ class Adapter:
     folder: Path = Path()
 
     def delta(self, parameter: str) -> Delta | None:
-        """What it adds to a parameter."""
+        """Return what it adds to a parameter."""
         delta = self.parts[parameter].delta
         if delta is None or self.scale == 1.0:
             return delta
@@ -76,7 +76,7 @@ class Adapter:
 
 
 def read_adapter(name: str, folder: Path, base: Checkpoint, dtype: torch.dtype, scale: float = 1.0) -> Adapter:
-    """The adapter in a folder, on a base.
+    """Read the adapter in a folder, on a base.
 
     Args:
         dtype: in which tensors are held that the adapter brings whole.
@@ -91,15 +91,15 @@ def read_adapter(name: str, folder: Path, base: Checkpoint, dtype: torch.dtype, 
         base.turn({n for n in base.tensors if n in turned or renamed(n) in turned})
     weights, bare = MergedWeights(model), MergedWeights(model, adapters=False)
     weights.keep_tied = bare.keep_tied = True
-    filler = weights.bucket_writer()
+    writer = weights.bucket_writer()
     with originals(model):
         plain = bare.bucket_writer()
-    parts = dict(filler.source.parts)
+    parts = dict(writer.source.parts)
     whole = learning_of(parts, brought(model), buffers=False)
     # PEFT saves embeddings along that an adapter targets: they are the base's own, and those of every such adapter.
     same = {_place(parts[n]) for n in whole if _is_the_bases(base, n, parts[n].shard.pieces[0].tensor)}
     whole = frozenset(n for n in whole if _place(parts[n]) not in same)
-    adapter = Adapter(name, model, parts, dict(filler.entries), dict(plain.ties), whole, scale, folder)
+    adapter = Adapter(name, model, parts, dict(writer.entries), dict(plain.ties), whole, scale, folder)
     for stream in (weights, bare):
         stream.release()
     if not whole and not any(part.delta for part in parts.values()):
@@ -139,11 +139,11 @@ class Sum:
         return read_conversion(self.adapters[0].model)
 
     def part(self, parameter: str) -> Part:
-        """A parameter as the base has it."""
+        """Return a parameter as the base has it."""
         return self.adapters[0].parts[parameter]
 
     def delta(self, parameter: str) -> Delta | None:
-        """What they add to a parameter together; rounded once when it is merged."""
+        """Return what they add to a parameter together; rounded once when it is merged."""
         found = [d for a in self.adapters if (d := a.delta(parameter)) is not None]
         if not found:
             return None
@@ -153,7 +153,7 @@ class Sum:
         return replace(found[0], factors=tuple(f for d in found for f in d.factors), rows=rows)
 
     def whole(self, parameter: str) -> Tensor | None:
-        """The values of a parameter that one of them brings whole; None where the base's are taken."""
+        """Return the values of a parameter that one of them brings whole; None where the base's are taken."""
         for adapter in self.adapters:
             if parameter in adapter.whole:
                 return adapter.parts[parameter].shard.pieces[0].tensor
@@ -202,7 +202,7 @@ class Sum:
                 taken[index] = adapter.name
 
     def apart(self) -> dict[str, str]:
-        """Names of tied tensors that differ once merged -> the names under which the base has them."""
+        """Return the names of tied tensors that differ once merged -> the names under which the base has them."""
         found = {}
         for name, kept in self.adapters[0].ties.items():
             one, other = (self.entries[n].sources[0] for n in (name, kept))
@@ -216,7 +216,7 @@ class Sum:
 
 
 def _is_the_bases(base: Checkpoint, name: str, tensor: Tensor) -> bool:
-    """Whether a tensor has the values that the base has under this name; read a chunk at a time."""
+    """Return True if a tensor has the values that the base has under this name; read a chunk at a time."""
     stored = base.tensors.get(name)
     if stored is None or stored.shape != tuple(tensor.shape):
         return False
@@ -235,8 +235,8 @@ def _place(part: Part) -> int:
 
 
 def names_in(base: Checkpoint, adapters: Sum) -> dict[str, Entry]:
-    """The base's tensors, by their names in its files -> what transformers makes of them. Tensors that the model's
-    class does not know are left out: they are copied.
+    """Return the base's tensors, by their names in its files -> what transformers makes of them. Tensors that the
+    model's class does not know are left out: they are copied.
 
     Raises:
         InvalidInput: an adapter changes a tensor that the base does not hold, holds in another shape, or under two
@@ -298,7 +298,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _tied_there(name: str, ties: Mapping[str, str], there: set[str]) -> bool:
-    """Whether the tensor is there under another name that it is tied to."""
+    """Return True if the tensor is there under another name that it is tied to."""
     kept = ties.get(name, name)
     return any(other in there for other, one in ties.items() if one == kept)
 
@@ -308,7 +308,7 @@ def _count(entries: Mapping[str, Entry], sources: tuple[str, ...]) -> int:
 
 
 def untied(base: Checkpoint, adapters: Sum, names: Mapping[str, str]) -> dict[str, Any]:
-    """The base's config for tied tensors that differ once merged: it says that they are two.
+    """Return the base's config for tied tensors that differ once merged: it says that they are two.
 
     Raises:
         UnsupportedAdapter: the model's class ties them whatever the config says.
@@ -325,8 +325,8 @@ def untied(base: Checkpoint, adapters: Sum, names: Mapping[str, str]) -> dict[st
 
 
 def untied_config(cls: type, config: Any, pairs: Mapping[str, str], adapter: str) -> Any:
-    """A config of transformers' under which tensors that are tied otherwise are two. (It unties all that the class
-    ties, so a checkpoint beside it needs every name.)
+    """Return a config of transformers' under which tensors that are tied otherwise are two. (It unties all that the
+    class ties, so a checkpoint beside it needs every name.)
 
     Args:
         cls: of the model.
@@ -359,7 +359,7 @@ def untied_config(cls: type, config: Any, pairs: Mapping[str, str], adapter: str
 
 
 def _reads_flag(kind: type) -> bool:
-    """Whether a forward asks if weights are tied, as T5's, which scales what goes into a tied head."""
+    """Return True if a forward asks if weights are tied, as T5's, which scales what goes into a tied head."""
     try:
         return "tie_word_embeddings" in inspect.getsource(kind.forward)  # type: ignore[attr-defined]
     except (OSError, TypeError):  # compiled, or made at run time
@@ -373,7 +373,7 @@ def _source(adapters: Sum, name: str) -> str:
 def assembled(
     base: Checkpoint, adapters: Sum, sources: Sequence[str], entries: Mapping[str, Entry]
 ) -> dict[str, Tensor]:
-    """Whole parameters of the base, out of the tensors of its files that are made of them.
+    """Return whole parameters of the base, out of the tensors of its files that are made of them.
 
     Args:
         sources: names of the parameters.
@@ -385,8 +385,8 @@ def assembled(
     parts = {source: adapters.part(source).shard for source in sources}
     dtypes = {base.tensors[name].dtype for name in entries}
     if len(dtypes) > 1:
-        told = ", ".join(sorted(map(str, dtypes)))
-        raise InvalidInput(f"{sources[0]}: its tensors in {base.folder} are {told}; expected one dtype")
+        listed = ", ".join(sorted(map(str, dtypes)))
+        raise InvalidInput(f"{sources[0]}: its tensors in {base.folder} are {listed}; expected one dtype")
     dtype = dtypes.pop()
     sizes = [prod(part.shape) for part in parts.values()]
     flat = torch.empty(sum(sizes), dtype=dtype, device="cpu")

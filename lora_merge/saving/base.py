@@ -65,7 +65,7 @@ def open_base(folder: Path) -> Checkpoint:
 
 
 def _packed(name: str, stored: Stored) -> str:
-    """How a tensor is quantised, by its name and dtype; "" for a plain one."""
+    """Return how a tensor is quantised, by its name and dtype; "" for a plain one."""
     if name.rpartition(".")[2] in _PACKED:
         return f"{name} holds packed integers"
     if stored.dtype.itemsize == 1 and stored.dtype != torch.bool:
@@ -75,7 +75,7 @@ def _packed(name: str, stored: Stored) -> str:
 
 
 def _method(config: Mapping[str, Any]) -> tuple[str, str]:
-    """How a base's config says that it is quantised, and where it says so; "" where it does not."""
+    """Return how a base's config says that it is quantised, and where it says so; "" where it does not."""
     for where, said in [("", config), *((f"{k}.", v) for k, v in config.items() if isinstance(v, dict))]:
         method = said.get(QUANTIZED) or said.get("compression_config")
         if method:

@@ -41,7 +41,7 @@ _SCALES, _FORMAT = "SCB", "weight_format"
 
 
 def read(raw: Checkpoint) -> Decoded:
-    """The plain checkpoint that a base of bitsandbytes' stands for.
+    """Return the plain checkpoint that a base of bitsandbytes' stands for.
 
     Raises:
         InvalidInput: what says what a weight's codes stand for is missing, of another length, or not known; names it.
@@ -63,7 +63,7 @@ def _refuse(raw: Checkpoint, name: str, why: str) -> NoReturn:
 
 
 def _values(raw: Checkpoint, name: str, begin: int, count: int) -> Tensor:
-    """Elements of a tensor that lies in the files, 1-D."""
+    """Return the elements of a tensor that lies in the files, 1-D."""
     stored = raw.tensors[name]
     found = torch.empty(count, dtype=stored.dtype, device="cpu")
     raw.read(name, begin * stored.dtype.itemsize, found)
@@ -71,7 +71,7 @@ def _values(raw: Checkpoint, name: str, begin: int, count: int) -> Tensor:
 
 
 def _bytes(raw: Checkpoint, name: str, begin: int, end: int, dtype: torch.dtype, take: Take) -> Buffer:
-    """Bytes of a tensor, as of a dtype of one byte."""
+    """Return the bytes of a tensor, as of a dtype of one byte."""
     buffer = take((end - begin,), dtype)
     raw.read(name, begin, buffer.tensor)
     return buffer
@@ -105,7 +105,7 @@ class _Four(Coded):
         return self.value
 
     def chunk(self, raw: Checkpoint, rows: Rows, take: Take) -> Buffer:
-        """Codes from the block on in which the rows begin, as a weight of their own."""
+        """Return codes from the block on in which the rows begin, as a weight of their own."""
         name = self.stored.name
         shape = self.shape[::-1] if self.turned else self.shape
         first, last = (0, prod(shape)) if self.turned else (rows.begin * shape[1], rows.end * shape[1])
@@ -128,7 +128,7 @@ class _Four(Coded):
 
 
 def _states(raw: Checkpoint) -> dict[str, str]:
-    """Names of the weights of 4 bits -> names of their states."""
+    """Return the names of the weights of 4 bits -> names of their states."""
     found: dict[str, str] = {}
     for name in raw.tensors:
         weight, state, kind = name.rpartition(STATE)
@@ -149,7 +149,7 @@ def _states(raw: Checkpoint) -> dict[str, str]:
 
 
 def _four(raw: Checkpoint, name: str, state: str) -> _Four:
-    said = _said(raw, name, state)
+    said = _settings(raw, name, state)
     kind = state.rpartition("__")[2]
     if said.get("quant_type") != kind:
         _refuse(raw, name, f"{state} says quant_type {said.get('quant_type')!r}, expected {kind!r}")
@@ -190,7 +190,7 @@ def _four(raw: Checkpoint, name: str, state: str) -> _Four:
     )
 
 
-def _said(raw: Checkpoint, name: str, state: str) -> Mapping[str, Any]:
+def _settings(raw: Checkpoint, name: str, state: str) -> Mapping[str, Any]:
     stored = raw.tensors[state]
     if stored.dtype != torch.uint8:
         _refuse(raw, name, f"{state} is {stored.dtype}, expected JSON in uint8")
@@ -243,7 +243,7 @@ class _Eight(Coded):
         return torch.float32
 
     def chunk(self, raw: Checkpoint, rows: Rows, take: Take) -> Buffer:
-        """Rows as a weight of their own; of a turned one all."""
+        """Return rows as a weight of their own; of a turned one all."""
         count, cols = self.stored.shape
         first, last = (0, count) if self.turned else rows
         buffer = _bytes(raw, self.stored.name, first * cols, last * cols, torch.int8, take)
@@ -253,7 +253,6 @@ class _Eight(Coded):
 
 
 def _int8(raw: Checkpoint) -> list[str]:
-    """Names of the weights of LLM.int8."""
     found = []
     for name, stored in raw.tensors.items():
         owner, _, part = name.rpartition(".")

@@ -92,7 +92,7 @@ class Checkpoint:
             read_into(self._open[stored.file], stored.begin + begin, as_bytes(into), f"{stored.file}: {name}")
 
     def chunk(self, name: str, rows: Rows, take: Take) -> Buffer:
-        """Rows of one of the base's tensors, in a buffer.
+        """Return rows of one of the base's tensors, in a buffer.
 
         Args:
             take: gives memory for a shape and dtype.
@@ -105,21 +105,21 @@ class Checkpoint:
         return buffer
 
     def kept(self, name: str) -> torch.dtype:
-        """The dtype that one of its tensors has in what is made of the base, unless another one is asked for."""
+        """Return the dtype that one of its tensors has in what is made of the base, unless another one is asked for."""
         return self.tensors[name].dtype
 
     def turn(self, names: Collection[str]) -> None:
-        """Be told which weights are those of transformers' Conv1D, which quantised bases hold transposed."""
+        """Note which weights are those of transformers' Conv1D, which quantised bases hold transposed."""
 
     def close(self) -> None:
-        """Close its files."""
         while self._open:
             os.close(self._open.popitem()[1])
 
     def along(self) -> Iterator[Path]:
-        """Files that go with the weights, relative to the folder: tokenizer, generation config, templates, code,
-        licence, data that the model reads beside its weights (Qwen2.5-Omni's speakers), what sentence-transformers
-        keeps in folders; not the weights, config.json, the index, README and what a trainer keeps."""
+        """Yield the files that go with the weights, relative to the folder: tokenizer, generation config, templates,
+        code, licence, data that the model reads beside its weights (Qwen2.5-Omni's speakers), what
+        sentence-transformers keeps in folders; not the weights, config.json, the index, README and what a trainer
+        keeps."""
         parts = _parts(self.folder / _PARTS)
         for path in sorted(self.folder.iterdir()):
             if path.name.startswith(".") or path.name in _NOT_ALONG or path.name == CONFIG:
@@ -133,7 +133,7 @@ class Checkpoint:
                 yield from (Path(path.name, inner.name) for inner in sorted(path.iterdir()) if inner.is_file())
 
     def _is_weights(self, path: Path) -> bool:
-        """Whether a file holds weights of the model, by its name, the index, or the names of tensors in it."""
+        """Return True if a file holds weights of the model, by its name, the index, or the names of tensors in it."""
         name = path.name
         if name.endswith((*_OTHERS, ".index.json")) or _MODELS.fullmatch(name):
             return True
@@ -143,7 +143,6 @@ class Checkpoint:
         return any(stored.file.name == name for stored in lying.values()) or not _names_in(path).isdisjoint(lying)
 
     def _lying(self) -> Mapping[str, Stored]:
-        """The tensors in its files."""
         return self.tensors
 
     @property
@@ -154,7 +153,7 @@ class Checkpoint:
 
 
 def _names_in(path: Path) -> set[str]:
-    """Names of the tensors in a file; none where it holds something else."""
+    """Return the names of the tensors in a file; none where it holds something else."""
     try:
         if path.suffix == ".safetensors":
             return {stored.name for stored in read_header(path).tensors}
@@ -166,7 +165,7 @@ def _names_in(path: Path) -> set[str]:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """What the system says of a file that is read is an error that names it."""
+    """Raise an error that names the file where the system fails to read it."""
     try:
         yield
     except OSError as error:
@@ -174,7 +173,8 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def find(named: str | Path, what: str) -> Path:
-    """The folder of a model or adapter: a folder, or the name of a repository, which is fetched, or found in the cache.
+    """Return the folder of a model or adapter: a folder, or the name of a repository, which is fetched, or found in the
+    cache.
 
     Args:
         named: as the user says it.
@@ -206,12 +206,12 @@ def find(named: str | Path, what: str) -> Path:
             folder = Path(snapshot_download(name, allow_patterns=[*wanted, *_PICKLES]))
         return folder
     except Exception as error:
-        told = str(error).strip().splitlines()
+        text = str(error).strip().splitlines()
         off = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
         raise InvalidInput(
             f"{what} {name!r}: there is no such folder here, and the repository cannot be fetched "
             f"({'HF_HUB_OFFLINE is set, and it is not in the cache' if off else type(error).__name__}"
-            f"{'' if off or not told else ': ' + told[0]}); pass a folder, or fetch it where there is a network"
+            f"{'' if off or not text else ': ' + text[0]}); pass a folder, or fetch it where there is a network"
         ) from error
 
 
@@ -227,13 +227,13 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     if (folder / SINGLE).is_file():
         found = _files(folder, [SINGLE], None)
     elif (folder / INDEX).is_file():
-        told = json_of(folder / INDEX)
-        found = _files(folder, _named(folder / INDEX, told), told)
+        index = json_of(folder / INDEX)
+        found = _files(folder, _named(folder / INDEX, index), index)
     elif (folder / _PICKLED).is_file():
         found = _pickles(folder, [_PICKLED], None)
     elif (folder / _PICKLED_INDEX).is_file():
-        told = json_of(folder / _PICKLED_INDEX)
-        found = _pickles(folder, _named(folder / _PICKLED_INDEX, told), told)
+        index = json_of(folder / _PICKLED_INDEX)
+        found = _pickles(folder, _named(folder / _PICKLED_INDEX, index), index)
     else:
         raise InvalidInput(
             f"{folder} holds no weights: expected {SINGLE}, {INDEX} with its shards, or {_PICKLED} there"
@@ -243,12 +243,13 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def holds_weights(folder: Path) -> bool:
-    """Whether a folder has the files that a base's weights are in, or their index."""
+    """Return True if a folder has the files that a base's weights are in, or their index."""
     return any((folder / name).is_file() for name in (SINGLE, INDEX, _PICKLED, _PICKLED_INDEX))
 
 
 def _parts(file: Path) -> set[str]:
-    """The folders of what a model of sentence-transformers computes after its transformer: pooling, dense layers."""
+    """Return the folders of what a model of sentence-transformers computes after its transformer: pooling, dense
+    layers."""
     try:
         return {str(part["path"]) for part in json.loads(file.read_text(encoding="utf-8"))}
     except (OSError, ValueError, TypeError, KeyError):  # there is none
@@ -262,7 +263,7 @@ def _told_adapter(folder: Path) -> str:
 
 
 def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """A config that says of another dtype, also of the model's parts (text_config) where it does."""
+    """Return a config that says of another dtype, also of the model's parts (text_config) where it does."""
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
     said = {**config, **dict.fromkeys(keys, str(dtype).removeprefix("torch."))}
     for key, part in said.items():
@@ -272,7 +273,7 @@ def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def json_of(file: Path, why: str = "") -> dict[str, Any]:
-    """What a file of JSON says.
+    """Return what a file of JSON says.
 
     Args:
         why: it is expected, for errors.
@@ -292,8 +293,8 @@ def json_of(file: Path, why: str = "") -> dict[str, Any]:
 
 
 def _named(file: Path, index: Mapping[str, Any]) -> list[str]:
-    """The files that an index names. They lie beside it: a name that leads elsewhere would have the result, which has
-    the same names, written there too."""
+    """Return the files that an index names. They lie beside it: a name that leads elsewhere would have the result,
+    which has the same names, written there too."""
     names = index.get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise InvalidInput(f"{file} has no weight_map, the file of each tensor by its name; fetch the base again")
@@ -305,7 +306,6 @@ def _named(file: Path, index: Mapping[str, Any]) -> list[str]:
 
 
 def _there(folder: Path, names: list[str], index: Mapping[str, Any] | None) -> None:
-    """Raise unless the files of a checkpoint are all there."""
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise InvalidInput(
@@ -352,7 +352,7 @@ def _files(folder: Path, names: list[str], index: Mapping[str, Any] | None) -> d
 
 
 def _pickles(folder: Path, names: list[str], index: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Files of `torch.save`, mapped: no code in them is run, and what is not read takes no memory."""
+    """Open files of `torch.save`, mapped: no code in them is run, and what is not read takes no memory."""
     _there(folder, names, index)
     tensors: dict[str, Stored] = {}
     held: dict[str, Tensor] = {}
@@ -361,9 +361,9 @@ def _pickles(folder: Path, names: list[str], index: Mapping[str, Any] | None) ->
         try:
             loaded = torch.load(folder / file, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:
-            told = str(error).strip().splitlines()
+            text = str(error).strip().splitlines()
             raise InvalidInput(
-                f"{folder / file} cannot be read as plain tensors ({type(error).__name__}: {told[0] if told else ''}); "
+                f"{folder / file} cannot be read as plain tensors ({type(error).__name__}: {text[0] if text else ''}); "
                 "convert the base to safetensors with transformers' save_pretrained"
             ) from error
         if not isinstance(loaded, dict) or not all(isinstance(name, str) for name in loaded):

@@ -28,7 +28,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(shape: tuple[int, ...], itemsize: int) -> Iterator[Rows]:
-    """A tensor in chunks; one without elements has none."""
+    """Yield the rows of a tensor in chunks; one without elements has none."""
     if prod(shape) == 0:
         return
     if not shape:
@@ -48,7 +48,7 @@ class Buffers:
             self._free.put(torch.empty(CHUNK, dtype=torch.uint8, device="cpu"))
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
-        """Memory for a tensor."""
+        """Return memory for a tensor."""
         nbytes = prod(shape) * dtype.itemsize
         if nbytes > CHUNK:
             return take_new(shape, dtype)
@@ -59,7 +59,7 @@ class Buffers:
         return Buffer(memory[:nbytes].view(dtype).view(shape), lambda: self._free.put(memory))
 
     def stop(self) -> None:
-        """Nobody waits for one any more: who does, or takes one later, gets an error."""
+        """End all waiting for memory: who waits, or takes some later, gets an error."""
         self._free.put(None)
 
 
@@ -84,7 +84,7 @@ Take = Callable[[tuple[int, ...], torch.dtype], Buffer]
 
 
 def take_new(shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
-    """Memory of its own."""
+    """Return memory of its own."""
     return Buffer(torch.empty(shape, dtype=dtype, device="cpu"), lambda: None)
 
 
@@ -96,7 +96,7 @@ class Ahead(Generic[_T]):
         self._pool = ThreadPoolExecutor(1)
 
     def over(self, items: Iterable[_T]) -> Iterator[tuple[_T, Any]]:
-        """Each item with what the work makes of it."""
+        """Yield each item with what the work makes of it."""
         coming: deque[tuple[_T, Future[Any]]] = deque()
         for item in items:
             coming.append((item, self._pool.submit(self._work, item)))
@@ -108,7 +108,7 @@ class Ahead(Generic[_T]):
             yield done, future.result()
 
     def stop(self) -> None:
-        """Nothing more is begun; returns when nothing is under way."""
+        """Begin nothing more; return when nothing is under way."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -126,11 +126,11 @@ class Behind:
         self._coming.append(self._pool.submit(work))
 
     def end(self) -> None:
-        """When all is done."""
+        """Wait until all is done."""
         while self._coming:
             self._coming.popleft().result()
         self._pool.shutdown()
 
     def stop(self) -> None:
-        """Nothing more is begun; returns when nothing is under way."""
+        """Begin nothing more; return when nothing is under way."""
         self._pool.shutdown(wait=True, cancel_futures=True)

@@ -45,7 +45,7 @@ class Coded(ABC):
 
     @abstractmethod
     def chunk(self, raw: Checkpoint, rows: Rows, take: Take) -> Buffer:
-        """Rows of the weight: a plain tensor, or a `Packed` one over codes that lie in the buffer.
+        """Return rows of the weight: a plain tensor, or a `Packed` one over codes that lie in the buffer.
 
         Args:
             raw: the base's files.
@@ -53,7 +53,7 @@ class Coded(ABC):
         """
 
     def turn(self) -> None:
-        """The codes are those of the transposed weight."""
+        """Note that the codes are those of the transposed weight."""
         if not self.turned:
             self.turned, self.shape = True, self.shape[::-1]
 
@@ -71,7 +71,7 @@ class Decoded(Checkpoint):
     coded: Mapping[str, Coded]
 
     def read(self, name: str, begin: int, into: Tensor) -> None:
-        """As of `Checkpoint`; of a weight in codes whole rows."""
+        """Read like `Checkpoint`; of a weight in codes whole rows."""
         coded = self.coded.get(name)
         if coded is None:
             self.raw.read(name, begin, into)
@@ -107,7 +107,7 @@ class Decoded(Checkpoint):
 
 
 def decoded(raw: Checkpoint, coded: Mapping[str, Coded], beside: Collection[str], how: str) -> Decoded:
-    """What is made of a quantised base's files.
+    """Return what is made of a quantised base's files.
 
     Args:
         coded: weights that lie in codes, by name.
@@ -135,7 +135,7 @@ def decoded(raw: Checkpoint, coded: Mapping[str, Coded], beside: Collection[str]
         f"the base is quantised ({how}): {len(coded)} of its weights are written as what their codes stand for, in "
         f"{dtypes} unless dtype (--dtype) says otherwise"
     ]
-    said = _said(raw.config)
+    said = _config_dtype(raw.config)
     if said is not None and kept != {said}:
         named = dtype_name(said)
         notes.append(
@@ -165,8 +165,8 @@ def _check_no_codes(raw: Checkpoint, how: str, rest: Iterable[Stored]) -> None:
             )
 
 
-def _said(config: Mapping[str, Any]) -> torch.dtype | None:
-    """The dtype of config.json, where it is one of weights."""
+def _config_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the dtype of config.json, where it is one of weights."""
     for said in (config, config.get("text_config")):
         named = said.get("dtype", said.get("torch_dtype")) if isinstance(said, Mapping) else None
         dtype = getattr(torch, str(named), None)
@@ -176,12 +176,13 @@ def _said(config: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def dtype_of_rest(config: Mapping[str, Any], rest: Iterable[Stored]) -> torch.dtype:
-    """The dtype of a base whose codes say of none: that of config.json, or else that of most of its plain tensors.
+    """Return the dtype of a base whose codes say of none: that of config.json, or else that of most of its plain
+    tensors.
 
     Args:
         rest: those that are no codes, and say of none what they stand for.
     """
-    said = _said(config)
+    said = _config_dtype(config)
     if said is not None:
         return said
     count: dict[torch.dtype, int] = {}

@@ -85,7 +85,7 @@ class Header:
 
 
 def read_header(file: Path) -> Header:
-    """The header of a safetensors file.
+    """Read the header of a safetensors file.
 
     Raises:
         InvalidInput: it is no such file, it is cut short, or it holds a dtype that torch does not have; says which.
@@ -129,7 +129,7 @@ def read_header(file: Path) -> Header:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, none of whose names is there twice."""
+    """Return an object of JSON, none of whose names is there twice."""
     names = [name for name, _ in pairs]
     if len(names) > len(set(names)):
         raise ValueError(f"{max(names, key=names.count)!r} is there twice")
@@ -163,7 +163,7 @@ def _stored(file: Path, name: str, said: Any, data: int) -> Stored:
 def make_header(
     file: Path, tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[Stored]]:
-    """The first bytes of a file of these tensors, in this order; and where each will lie."""
+    """Return the first bytes of a file of these tensors, in this order, and where each will lie."""
     said: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end, begins = 0, []
     for name, dtype, shape in tensors:
@@ -187,7 +187,7 @@ def make_header(
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, of which they are a view."""
+    """Return the bytes of a contiguous tensor on the CPU, of which they are a view."""
     flat: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)
 

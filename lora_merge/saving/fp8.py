@@ -28,7 +28,7 @@ _INPUTS = (".activation_scale", ".input_scale")
 
 
 def read(raw: Checkpoint) -> Decoded:
-    """The plain checkpoint that a base of FP8 blocks stands for.
+    """Return the plain checkpoint that a base of FP8 blocks stands for.
 
     Raises:
         InvalidInput: it is FP8 of another kind, or the scales of a weight are missing or of another size; names it.
@@ -99,7 +99,7 @@ class _Blocks(Coded):
         return buffer
 
     def turn(self) -> None:
-        """FP8 is that of linear layers as they are: there is no transposed one."""
+        """Do nothing: FP8 is that of linear layers as they are; there is no transposed one."""
 
 
 def _coded(raw: Checkpoint, name: str, block: tuple[int, int], dtype: torch.dtype) -> _Blocks:
@@ -110,6 +110,6 @@ def _coded(raw: Checkpoint, name: str, block: tuple[int, int], dtype: torch.dtyp
     if scales is None:
         _refuse(raw, name, f"{name}{_SCALE} is missing, expected float32 {list(wanted)}")
     if scales.dtype not in FLOATS or scales.shape != wanted:
-        told = f"{scales.dtype} {list(scales.shape)}"
-        _refuse(raw, name, f"{scales.name} is {told}, expected float32, bfloat16 or float16 {list(wanted)}")
+        got = f"{scales.dtype} {list(scales.shape)}"
+        _refuse(raw, name, f"{scales.name} is {got}, expected float32, bfloat16 or float16 {list(wanted)}")
     return _Blocks(stored, stored.shape, dtype, scales=scales.name, block=block)

@@ -231,7 +231,7 @@ def _held_against(alone: Inspected, base: Checkpoint) -> Inspected:
 
 
 def _updates(base: Checkpoint, adapter: Sum, found: Mapping[str, Entry]) -> list[Update]:
-    """Of every parameter that the adapter adds to."""
+    """Return the update of every parameter that the adapter adds to."""
     groups: dict[tuple[str, ...], dict[str, Entry]] = {}
     for name, entry in found.items():
         groups.setdefault(entry.sources, {})[name] = entry
@@ -263,8 +263,8 @@ def _with(delta: Delta, weight: Tensor) -> Delta:
 
 
 def _misfits(alone: Inspected, base: Checkpoint) -> list[str]:
-    """Modules of which the base has no weight, or one of another size, as far as names and shapes tell."""
-    told = []
+    """Return modules of which the base has no weight, or one of another size, as far as names and shapes tell."""
+    problems = []
     for module in alone.modules:
         first = module.shapes.get("lora_A.weight")
         second = module.shapes.get("lora_B.weight")
@@ -272,10 +272,10 @@ def _misfits(alone: Inspected, base: Checkpoint) -> list[str]:
         if first is None or second is None or len(first) != 2 or len(second) != 2:
             continue
         if stored is None:
-            told.append(f"{module.name}: {base.folder.name} holds no {module.name}.weight")
+            problems.append(f"{module.name}: {base.folder.name} holds no {module.name}.weight")
         elif stored.shape not in ((second[0], first[1]), (first[1], second[0])):
-            told.append(
+            problems.append(
                 f"{module.name}: lora_A {list(first)} and lora_B {list(second)} are for a weight of "
                 f"[{second[0]}, {first[1]}], the base's is {list(stored.shape)}"
             )
-    return told
+    return problems

@@ -164,7 +164,7 @@ def _writes() -> bool:
 
 @contextmanager
 def _left(writer: Writer, errors: list[Exception]) -> Iterator[None]:
-    """The writer's block, which counts as broken off after an error that was noted."""
+    """Enter the writer's block, which counts as broken off after an error that was noted."""
     with writer:
         yield
         if errors:
@@ -172,12 +172,11 @@ def _left(writer: Writer, errors: list[Exception]) -> Iterator[None]:
 
 
 def _wanted(weights: MergedWeights) -> list[Wanted]:
-    """The tensors of a stream."""
     return [Wanted(meta.name, meta.dtype, tuple(meta.shape)) for meta in weights.metadata()]
 
 
 def _changed(weights: MergedWeights) -> int:
-    """How many tensors of a stream have an adapter."""
+    """Return how many tensors of a stream have an adapter."""
     writer = weights.bucket_writer(whole=True)
     with writer.passing():
         parts = writer.source.parts
@@ -185,7 +184,7 @@ def _changed(weights: MergedWeights) -> int:
 
 
 def _apart(model: Any, weights: MergedWeights, names: set[str]) -> dict[str, str]:
-    """Tied parameters that adapters change apart -> those that they are tied to.
+    """Return tied parameters that adapters change in different ways -> those that they are tied to.
 
     Args:
         names: of the tensors that a checkpoint needs.
@@ -201,8 +200,8 @@ def _apart(model: Any, weights: MergedWeights, names: set[str]) -> dict[str, str
 
 
 def _around(model: Any, tensors: Sequence[Wanted]) -> str:
-    """What names have in front where a module of somebody's own holds the model of transformers, whose config says how
-    checkpoints of it are named.
+    """Return what names have in front where a module of somebody's own holds the model of transformers, whose config
+    says how checkpoints of it are named.
 
     Raises:
         InvalidInput: that module holds more than it.
@@ -217,7 +216,7 @@ def _around(model: Any, tensors: Sequence[Wanted]) -> str:
 
 
 def _pretrained(model: Any) -> tuple[str, Any]:
-    """The name of the model of transformers in a model, and it; None where there is none."""
+    """Return the name of the model of transformers in a model, and it; None where there is none."""
     if isinstance(model, nn.Module):
         for name, module in walk(model):
             if _PRETRAINED in lineage(type(module)):
@@ -226,12 +225,12 @@ def _pretrained(model: Any) -> tuple[str, Any]:
 
 
 def class_of(model: nn.Module) -> type:
-    """The class under the one that FSDP2 made of it."""
+    """Return the class under the one that FSDP2 made of it."""
     return next(cls for cls in type(model).__mro__ if not cls.__module__.startswith("torch.distributed"))
 
 
 def _home(model: Any, base: str | Path | None) -> Path | None:
-    """The folder of the base; None where it is not known."""
+    """Return the folder of the base; None where it is not known."""
     if base is not None:
         return find(base, "base")
     _, inside = _pretrained(model)
@@ -243,7 +242,7 @@ def _home(model: Any, base: str | Path | None) -> Path | None:
 def _beside(
     model: Any, tokenizer: Any, folder: Path | None, rest: Rest, apart: Mapping[str, str], tensors: list[Wanted]
 ) -> Iterator[dict[Path, Path]]:
-    """What goes with the weights: where it is to lie, and where it lies now."""
+    """Collect what goes with the weights for a block: where it is to lie, and where it lies now."""
     _, inside = _pretrained(model)
     with tempfile.TemporaryDirectory() as made:
         found: dict[Path, Path] = {}
@@ -268,7 +267,7 @@ def _beside(
 
 
 def _config(inside: Any, apart: Mapping[str, str], tensors: list[Wanted]) -> dict[str, Any]:
-    """config.json of a model of transformers' as it is saved."""
+    """Return config.json of a model of transformers', as it is saved."""
     cls, config = class_of(inside), inside.config
     if apart:
         config = untied_config(cls, config, apart, "an adapter")

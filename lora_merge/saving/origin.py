@@ -50,15 +50,15 @@ def origin_of(name: str, folder: Path, model: nn.Module, base: Checkpoint) -> Or
         model: the adapter on the base.
         base: that it is merged into.
     """
-    said = _said(folder / ADAPTER_CONFIG)
+    said = _config_in(folder / ADAPTER_CONFIG)
     trained_on = str(said.get("base_model_name_or_path") or "") or _card(folder / "README.md")
     doubts = list(_doubts(name, said, trained_on, model, base))
     if doubts or not trained_on or _same(trained_on, base.folder):
         return Origin(tuple(doubts), ())
     kind = base.config.get("model_type", "model of no named type")
-    told = f"{name} says that it was trained on {trained_on}; merged into {base.folder}, a {kind}"
+    note = f"{name} says that it was trained on {trained_on}; merged into {base.folder}, a {kind}"
     on_hub = _HUB.fullmatch(trained_on) and not Path(trained_on).is_dir()
-    return Origin((told,), ()) if on_hub and _cached_as(base.folder) else Origin((), (told,))
+    return Origin((note,), ()) if on_hub and _cached_as(base.folder) else Origin((), (note,))
 
 
 def _doubts(name: str, said: Mapping[str, Any], trained_on: str, model: nn.Module, base: Checkpoint) -> Iterator[str]:
@@ -81,18 +81,18 @@ def _doubts(name: str, said: Mapping[str, Any], trained_on: str, model: nn.Modul
 
 
 def _types(config: Mapping[str, Any]) -> set[str]:
-    """What a configuration calls its model, and the part that reads text."""
+    """Return what a configuration calls its model, and the part that reads text."""
     parts = [config, *(part for key in _TEXT if isinstance(part := config.get(key), dict))]
     parts += [part for one in parts[1:] for key in _TEXT if isinstance(part := one.get(key), dict)]
     return {str(kind) for part in parts if (kind := part.get("model_type"))}
 
 
 def _config(trained_on: str) -> dict[str, Any]:
-    """The configuration of a base that an adapter names, if it lies on this machine."""
+    """Return the configuration of a base that an adapter names, if it lies on this machine."""
     if not trained_on:
         return {}
     if Path(trained_on).is_dir():
-        return _said(Path(trained_on) / CONFIG)
+        return _config_in(Path(trained_on) / CONFIG)
     if not _HUB.fullmatch(trained_on):
         return {}
     try:
@@ -100,10 +100,10 @@ def _config(trained_on: str) -> dict[str, Any]:
     except ImportError:
         return {}
     found = try_to_load_from_cache(trained_on, CONFIG)
-    return _said(Path(found)) if isinstance(found, str) else {}
+    return _config_in(Path(found)) if isinstance(found, str) else {}
 
 
-def _said(file: Path) -> dict[str, Any]:
+def _config_in(file: Path) -> dict[str, Any]:
     try:
         said = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -112,7 +112,7 @@ def _said(file: Path) -> dict[str, Any]:
 
 
 def _card(file: Path) -> str:
-    """The base that a model card names."""
+    """Return the base that a model card names."""
     try:
         found = _CARD.match(file.read_text(encoding="utf-8")) if file.is_file() else None  # a pipe would be waited for
     except (OSError, ValueError):
@@ -121,13 +121,13 @@ def _card(file: Path) -> str:
 
 
 def _cached_as(folder: Path) -> str:
-    """The name on the hub of a folder in its cache; "" for other folders."""
+    """Return the name on the hub of a folder in its cache; "" for other folders."""
     found = [_CACHED.fullmatch(part) for part in (*folder.parts, *folder.resolve().parts)]
     return next((f"{one[1]}/{one[2]}" for one in found if one is not None), "")
 
 
 def _same(trained_on: str, base: Path) -> bool:
-    """Whether a base has the name that an adapter says, in whatever folder and format."""
+    """Return True if a base has the name that an adapter says, in whatever folder and format."""
     if Path(trained_on).is_dir() and Path(trained_on).resolve() == base.resolve():
         return True
     cached = _CACHED.search(trained_on)  # a folder in the hub's cache
@@ -137,8 +137,7 @@ def _same(trained_on: str, base: Path) -> bool:
 
 
 def _known(base: Path) -> str:
-    """How a base calls itself."""
-    return Path(str(_said(base / CONFIG).get("_name_or_path") or "")).name
+    return Path(str(_config_in(base / CONFIG).get("_name_or_path") or "")).name
 
 
 def _plain(name: str) -> str:

@@ -86,13 +86,13 @@ def rest_of(inside: Any, cls: type, folder: Path | None, given: bool, names: Col
     more = [name for name in base.tensors if name not in names and not builds(name)]
     written = next(iter(base.config.get("architectures") or ()), "")
     if more and written != cls.__name__:
-        told = f"{folder}, a {written or 'model of no named class'}, holds {len(more)} tensors that a {cls.__name__} "
-        return Rest(base, notes=(f"{told}does not build, {more[0]} for one; they are not in the result",))
+        note = f"{folder}, a {written or 'model of no named class'}, holds {len(more)} tensors that a {cls.__name__} "
+        return Rest(base, notes=(f"{note}does not build, {more[0]} for one; they are not in the result",))
     return Rest(base, tuple(Wanted(name, base.kept(name), base.tensors[name].shape) for name in more))
 
 
 def _builds(inside: Any) -> Callable[[str], bool]:
-    """Whether a tensor of a checkpoint, by its name there, becomes part of a model."""
+    """Return a test of whether a tensor of a checkpoint, by its name there, becomes part of a model."""
     names = {t.name: True for t in named_tensors(inside)} | {t.name: True for t in unsaved_buffers(inside)}
     prefix = getattr(inside, "base_model_prefix", "") or None
     try:
@@ -111,7 +111,7 @@ def _builds(inside: Any) -> Callable[[str], bool]:
 
 
 def _lacking(inside: Any, cls: type, why: str) -> tuple[str, ...]:
-    """What a checkpoint of the model may lack, where there is no base to look at."""
+    """Return what a checkpoint of the model may lack, where there is no base to look at."""
     configs = [config for config in (inside.config, getattr(inside.config, "text_config", None)) if config is not None]
     said = next((key for config in configs for key in _COUNTS if getattr(config, key, 0)), "")
     passed = [p for p in getattr(cls, "_keys_to_ignore_on_load_unexpected", None) or () if _PASSED_OVER.search(str(p))]

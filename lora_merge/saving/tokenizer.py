@@ -87,7 +87,7 @@ def along_with(
     choice: str | None,
     rows: int | None,
 ) -> Along:
-    """Files that go with merged weights.
+    """Return the files that go with merged weights.
 
     Args:
         base: folder of the base.
@@ -182,7 +182,7 @@ def _read(folder: Path) -> Words:
 
 
 def differences(base: Words, mine: Words) -> list[str]:
-    """What an adapter's tokenizer says otherwise than the base's, in words; what only the base's says is no
+    """Return what an adapter's tokenizer says otherwise than the base's, in words; what only the base's says is no
     difference."""
     found = []
     if any(base.templates.get(key) != text for key, text in mine.templates.items()):
@@ -211,7 +211,7 @@ def differences(base: Words, mine: Words) -> list[str]:
 
 
 def _counts(key: str) -> bool:
-    """Whether a setting of a processor is one: names of classes differ from release to release."""
+    """Return True if a setting of a processor is one: names of classes differ from release to release."""
     return not key.startswith("_") and not key.endswith(("_type", "_class"))
 
 
@@ -229,7 +229,7 @@ def _is(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _numbered(vocabulary: Any) -> dict[str, int]:
-    """A vocabulary as token -> number, of any kind of tokenizer."""
+    """Return a vocabulary as token -> number, of any kind of tokenizer."""
     if isinstance(vocabulary, dict):
         return {str(token): n for token, n in vocabulary.items() if isinstance(n, int)}
     return {str(one[0] if isinstance(one, list) else one): n for n, one in enumerate(vocabulary)}
@@ -240,7 +240,7 @@ def _text(token: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Rules without what releases write differently: empty entries, and merges as text or as pairs."""
+    """Return rules without what releases write differently: empty entries, and merges as text or as pairs."""
     if isinstance(value, dict):
         return {
             key: _merges(one) if key == "merges" else _plain(one)
@@ -280,7 +280,6 @@ def _check_rows(name: str, base: Words, mine: Words, rows: int | None) -> None:
 
 
 def _put(along: Along, folder: Path, base: Words, mine: Words) -> None:
-    """The adapter's files in place of the base's."""
     vocabulary = {token: n for token, n in mine.ids.items() if token not in mine.added}
     same = not vocabulary or not base.ids or all(base.ids.get(token) == n for token, n in vocabulary.items())
     gone = [*_WORDS, *(() if same else _VOCABULARY)] if mine.whole else []
@@ -319,7 +318,7 @@ def _align(along: Along, base: Words, mine: Words, home: Path) -> None:
 
 
 def aligned(config: Mapping[str, Any], tokens: Mapping[str, int], *, every_end: bool = False) -> dict[str, Any]:
-    """A config that names these special tokens; other ends that it lists stay.
+    """Return a config that names these special tokens; other ends that it lists stay.
 
     Args:
         every_end: keep one end that it names beside the new one, too, as a generation config can.

@@ -54,7 +54,7 @@ class Wanted(NamedTuple):
 
 
 def absolute(path: str | Path) -> Path:
-    """A path from the root, without `..`; links stay.
+    """Return a path from the root, without `..`; links stay.
 
     Raises:
         InvalidInput: it is a URL, of which a folder of that name would be made.
@@ -65,7 +65,7 @@ def absolute(path: str | Path) -> Path:
 
 
 def size_of(text: str | int) -> int:
-    """Bytes, of a number or of "5GB", "500MB", "2GiB"."""
+    """Return the bytes of a number or of "5GB", "500MB", "2GiB"."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B?)\s*", str(text), flags=re.IGNORECASE)
     unit = "" if found is None else found[2].upper().removesuffix("B") and found[2].upper()
     if found is None or unit not in _UNITS or float(found[1]) * _UNITS[unit] < 1:
@@ -74,7 +74,7 @@ def size_of(text: str | int) -> int:
 
 
 def shards_of(tensors: Sequence[Wanted], size: int) -> dict[str, list[Wanted]]:
-    """Tensors in files of up to `size` bytes (or one tensor), named as transformers names them."""
+    """Divide tensors into files of up to `size` bytes (or one tensor), named as transformers names them."""
     groups: list[list[Wanted]] = []
     room = 0
     for tensor in tensors:
@@ -181,7 +181,7 @@ class Writer:
             )
 
     def write(self, name: str, begin: int, data: memoryview) -> None:
-        """Bytes of a tensor from its byte `begin` on. Each byte is written once, those of a tensor in order."""
+        """Write bytes of a tensor from its byte `begin` on. Each byte is written once, those of a tensor in order."""
         place = self.places[name]
         assert begin == place.nbytes - self._left[name], f"{name}: byte {begin} out of order"
         opened = self._open[place.file]
@@ -249,7 +249,7 @@ class Writer:
             self._remove()
 
     def _remove(self) -> None:
-        """What is not finished, and folders that were made for it."""
+        """Remove what is not finished, and folders that were made for it."""
         if self._folder is not None and self._folder.exists():
             shutil.rmtree(self._folder, ignore_errors=True)
         for path in self._parents:
@@ -257,7 +257,7 @@ class Writer:
                 path.rmdir()
 
     def _complete(self) -> None:
-        """Everything that is missing, then the folder's name."""
+        """Write everything that is missing, then the folder's name."""
         short = [name for name, left in self._left.items() if left]
         assert not short, f"{short[0]} was not written whole"
         self._flush()
@@ -289,7 +289,7 @@ class Writer:
             _sync(self.out.parent)
 
     def _put(self) -> None:
-        """The finished folder to where it belongs."""
+        """Put the finished folder where it belongs."""
         if not self.out.exists() or not any(self.out.iterdir()):
             self.folder.rename(self.out)  # over an empty folder, too
             return
@@ -331,7 +331,7 @@ def check_target(out: Path, force: bool) -> None:
 
 
 def _remove_leftovers(out: Path) -> None:
-    """What runs to the same target left that were killed: their locks are free."""
+    """Remove what runs to the same target left that were killed: their locks are free."""
     for path in out.parent.glob(f".{_escaped(out.name)}{_MINE}*"):
         with suppress(OSError):
             if fcntl is None or not (path / _LOCK).is_file():
@@ -346,7 +346,7 @@ def _escaped(name: str) -> str:
 
 
 def _locked(file: Path) -> IO[bytes]:
-    """A lock that is held from the moment on at which it is there."""
+    """Hold a lock from the moment on at which it is there."""
     made = file.with_name(f"{file.name}-made")
     opened = made.open("wb")
     if fcntl is not None:
@@ -361,8 +361,8 @@ _putting = threading.Lock()
 
 @contextmanager
 def _alone(parent: Path) -> Iterator[None]:
-    """Among all runs, of this process and of others, the only one that puts a folder there: of two that replace the
-    same folder at once, each would take the other's lock for its own."""
+    """Be the only run, of this process and of others, that puts a folder there: of two that replace the same folder at
+    once, each would take the other's lock for its own."""
     with _putting, ExitStack() as stack:
         if fcntl is not None:
             descriptor = os.open(parent, os.O_RDONLY)
@@ -380,7 +380,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 @contextmanager
 def _told(out: Path) -> Any:
-    """What the system says of a disk is an error that says where, and what to do."""
+    """Turn what the system says of a disk into an error that says where, and what to do."""
     try:
         yield
     except OSError as error:

@@ -19,7 +19,7 @@ Address: TypeAlias = tuple[int, torch.device]
 
 
 def here(t: Any) -> Any:
-    """What lies on this rank of a tensor: of a DTensor its part, of a parameter of ZeRO-3 its partition."""
+    """Return what lies on this rank of a tensor: of a DTensor its part, of a parameter of ZeRO-3 its partition."""
     local = getattr(t, "_local_tensor", None)
     if local is None:
         local = getattr(t, "ds_tensor", None)
@@ -27,8 +27,8 @@ def here(t: Any) -> Any:
 
 
 def address(t: Tensor) -> Address:
-    """Where what is here of a tensor begins. Tensors that share memory have one address; one that is around others (of
-    torchao's) has that of the first of them."""
+    """Return where what is here of a tensor begins. Tensors that share memory have one address; one that is around
+    others (of torchao's) has that of the first of them."""
     local = here(t)
     place = local.data_ptr()
     if not place and hasattr(local, "__tensor_flatten__"):
@@ -54,7 +54,7 @@ class Piece:
         return self.start, tuple(self.tensor.shape)
 
     def window(self, box: Box) -> Tensor | None:
-        """View of a box of the whole tensor; None where this piece does not hold all of it."""
+        """Return a view of a box of the whole tensor; None where this piece does not hold all of it."""
         view = self.tensor
         for dim, (first, size, mine) in enumerate(zip(*box, self.start, strict=True)):
             if first < mine or first + size > mine + view.shape[dim]:
@@ -91,7 +91,7 @@ class Shard:
         return prod(self.shape) * self.dtype.itemsize
 
     def key(self) -> tuple[Any, ...]:
-        """Where the pieces lie and what they are: what a plan depends on."""
+        """Return where the pieces lie and what they are: what a plan depends on."""
         if self.whole:
             tensor = self.pieces[0].tensor
             return self.shape, self.dtype, tensor.data_ptr(), tensor.device, tensor.stride()
@@ -114,12 +114,13 @@ class Shard:
         return boxes
 
     def window(self, box: Box) -> Tensor | None:
-        """View of a box of the whole tensor; None where no piece holds all of it."""
+        """Return a view of a box of the whole tensor; None where no piece holds all of it."""
         views = (piece.window(box) for piece in self.pieces)
         return next((view for view in views if view is not None), None)
 
     def views(self, box: Box) -> list[tuple[tuple[int, ...], Box, Tensor]]:
-        """What is here of a box of the whole tensor: of each view its start in the whole, and its box in the box."""
+        """Return what is here of a box of the whole tensor: of each view its start in the whole, and its box in the
+        box."""
         found = []
         for piece in self.pieces:
             met = overlap(piece.box, box)
@@ -131,13 +132,13 @@ class Shard:
 
 
 def whole(tensor: Tensor) -> Shard:
-    """The shard of a tensor that lies here in full."""
+    """Return the shard of a tensor that lies here in full."""
     piece = Piece((0,) * tensor.dim(), tensor.detach())
     return Shard(tuple(tensor.shape), tensor.dtype, tensor.device, (piece,), True)
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """The box that two boxes share; None where they do not meet."""
+    """Return the box that two boxes share; None where they do not meet."""
     start = tuple(map(max, a[0], b[0]))
     end = [min(i + n, j + m) for i, n, j, m in zip(*a, *b, strict=True)]
     size = tuple(e - s for s, e in zip(start, end, strict=True))
@@ -149,14 +150,14 @@ def numel(boxes: Sequence[Box]) -> int:
 
 
 def cut(tensor: Tensor, box: Box) -> Tensor:
-    """View of a box of a tensor that lies here in full."""
+    """Return a view of a box of a tensor that lies here in full."""
     for dim, (first, size) in enumerate(zip(*box, strict=True)):
         tensor = tensor.narrow(dim, first, size)
     return tensor
 
 
 def flat_boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[Box, int]]:
-    """The boxes of elements `begin` to `end` (row-major) of a tensor, each with its first element's number.
+    """Yield the boxes of elements `begin` to `end` (row-major) of a tensor, each with its first element's number.
 
     Three at most for a matrix: the end of a row, whole rows, the beginning of a row.
     """
@@ -179,7 +180,8 @@ def flat_boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[Box
 
 
 def flat_pieces(shape: Sequence[int], begin: int, flat: Tensor) -> Iterator[Piece]:
-    """The pieces of a tensor whose elements (row-major), from number `begin` on, lie one after another in `flat`."""
+    """Yield the pieces of a tensor whose elements (row-major), from number `begin` on, lie one after another in
+    `flat`."""
     for (start, size), number in flat_boxes(shape, begin, begin + flat.numel()):
         yield Piece(start, flat[number - begin : number - begin + prod(size)].view(size))
 

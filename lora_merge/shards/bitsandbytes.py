@@ -28,7 +28,7 @@ _bits: dict[type, int | None] = {}
 
 
 def bits(module: nn.Module) -> int | None:
-    """Of a code of the weight of one of bitsandbytes' modules; None for other modules."""
+    """Return how many bits a code of the weight of one of bitsandbytes' modules has; None for other modules."""
     return _bits_of(type(module))
 
 
@@ -40,18 +40,19 @@ def _bits_of(cls: type) -> int | None:
 
 
 def dtypeless(module: nn.Module) -> bool:
-    """Whether a module's weight says of no dtype that it was quantised from: LLM.int8's layers."""
+    """Return True if a module's weight does not say which dtype it was quantised from: LLM.int8's layers."""
     return bits(module) == 8 and not isinstance(getattr(module, "dtype", None), torch.dtype)
 
 
 def turned(module: nn.Module) -> bool:
-    """Whether a module's weight is the transposed one of the checkpoint: transformers makes a Conv1D a linear layer."""
+    """Return True if a module's weight is the transposed one of the checkpoint: transformers makes a Conv1D a linear
+    layer."""
     cls = None if bits(module) is None else module.__dict__.get("source_cls")
     return isinstance(cls, type) and CONV1D in lineage(cls)
 
 
 def shard_of(name: str, owner: Any, tensor: Any) -> Shard:
-    """What this rank holds of the weight of one of bitsandbytes' modules, laid out as in the checkpoint.
+    """Return what this rank holds of the weight of one of bitsandbytes' modules, laid out as in the checkpoint.
 
     Raises:
         InvalidInput: it is not quantised (yet), or in a way, or sharded in a way, that cannot be read here.
@@ -100,8 +101,8 @@ def _shard_of(name: str, owner: Any, tensor: Any) -> Shard:
 
 
 def facts(modules: Iterable[nn.Module], kinds: Iterable[type]) -> tuple[list[Any], list[Tensor]]:
-    """All that reading bitsandbytes' weights among modules depends on beside the parameters: values to be compared, and
-    tensors (what scales the codes).
+    """Return all that reading bitsandbytes' weights among modules depends on beside the parameters: values to be
+    compared, and tensors (what scales the codes).
 
     Args:
         kinds: the classes of the modules.
@@ -138,7 +139,7 @@ def facts(modules: Iterable[nn.Module], kinds: Iterable[type]) -> tuple[list[Any
 
 
 def _quant_state(owner: Any, weight: Any) -> Any:
-    """A sharded parameter has lost it; the module keeps it."""
+    """Return the quantisation state of a weight: a sharded parameter has lost it; the module keeps it."""
     state = getattr(weight, "quant_state", None)
     return owner.__dict__.get("quant_state") if state is None else state
 
@@ -180,7 +181,7 @@ def _state(name: str, owner: Any, weight: Any) -> Any:
 
 @cache
 def _decodes_rows(cols: int, blocksize: int, quant_type: str) -> bool:
-    """Whether bitsandbytes itself decodes a weight of rows of `cols` codes with the right scales on this CPU.
+    """Return True if bitsandbytes itself decodes a weight of rows of `cols` codes with the right scales on this CPU.
 
     Its kernel for AVX-512 counts `cols // blocksize` blocks in each row, also where blocks reach over the end of a row
     (`dequantizeBlockwise4bitCpu`, releases up to 0.50). Tried on a small weight, whose scales are all different.
@@ -196,7 +197,6 @@ def _decodes_rows(cols: int, blocksize: int, quant_type: str) -> bool:
 
 
 def _decode(codes: Tensor, absmax: Tensor, blocksize: int, quant_type: str, shape: tuple[int, ...]) -> Tensor:
-    """By bitsandbytes itself, to float32."""
     return torch.ops.bitsandbytes.dequantize_4bit(codes, absmax, blocksize, quant_type, shape, torch.float32)
 
 
@@ -220,11 +220,11 @@ def _codes4(name: str, state: Any, stored: Tensor, begin: int) -> Codes:
 def _part(
     name: str, what: str, found: Any, count: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """A tensor of a quantisation state, 1-D."""
+    """Return a tensor of a quantisation state, 1-D."""
     if not isinstance(found, Tensor) or found.dtype != dtype or found.numel() < count or found.device != device:
-        told = f"{found.dtype} {list(found.shape)} on {found.device}" if isinstance(found, Tensor) else repr(found)
+        got = f"{found.dtype} {list(found.shape)} on {found.device}" if isinstance(found, Tensor) else repr(found)
         raise InvalidInput(
-            f"{name}: {what} of its quantisation state must be {dtype} of {count} elements on {device}, got {told}; "
+            f"{name}: {what} of its quantisation state must be {dtype} of {count} elements on {device}, got {got}; "
             "load the base again, and do not convert it (.half(), .to(dtype))"
         )
     return _flat(f"{name}: {what}", found)
@@ -237,7 +237,7 @@ def _flat(name: str, found: Tensor) -> Tensor:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The codes themselves, without bitsandbytes' class around them."""
+    """Return the codes themselves, without bitsandbytes' class around them."""
     return tensor.detach().as_subclass(Tensor)
 
 
@@ -245,8 +245,8 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _statistics(owner: Any, weight: Any) -> tuple[Any, Any]:
-    """The codes with which the next forward multiplies, and the largest value of each row: a first forward moves them
-    from the parameter to the layer's state."""
+    """Return the codes with which the next forward multiplies, and the largest value of each row: a first forward moves
+    them from the parameter to the layer's state."""
     state, CB, SCB = owner.__dict__.get("state"), getattr(weight, "CB", None), getattr(weight, "SCB", None)
     if CB is None and state is not None and state.CB is not None:
         return state.CB, state.SCB

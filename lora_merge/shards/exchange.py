@@ -75,7 +75,7 @@ class Exchange:
         """Bytes of memory that it keeps."""
 
     def release(self) -> None:
-        """As `Plan.release`."""
+        """See `Plan.release`."""
         for turn in self._turns:
             turn.pack.release()
 
@@ -138,7 +138,7 @@ class _Turn:
         self.received = sum(self.sizes) - self.sizes[ranks.rank] if tensors else 0
 
     def views(self, whole: Tensor) -> list[Tensor]:
-        """The whole tensors, one after another in a buffer."""
+        """Return the whole tensors, one after another in a buffer."""
         return [
             view_of(whole[begin:], shard, shard.shape)
             for begin, (_, shard, _) in zip(self._offsets, self._tensors, strict=False)
@@ -168,7 +168,7 @@ class Packing:
         self._away: list[tuple[Tensor, Tensor]] = []
 
     def add(self, name: str, shard: Shard, box: Box, room: Tensor) -> None:
-        """Before `plan`: what is here of a box of a tensor goes into `room`, which has the shape of the box."""
+        """Pack what is here of a box of a tensor into `room`, which has the shape of the box; called before `plan`."""
         for _, inner, mine in shard.views(box):
             if in_reach(mine, room.device):
                 self._segments += copies(name, mine, cut(room, inner))
@@ -180,21 +180,21 @@ class Packing:
         self._plan = Plan(self._segments)
 
     def run(self) -> None:
-        """On the current stream."""
+        """Run the plan on the current stream."""
         self._plan.run()
         for there, here in self._away:
             bring(there, here)
 
     def release(self) -> None:
-        """As `Plan.release`."""
+        """See `Plan.release`."""
         self._plan.release()
 
 
 def aligned(nbytes: int) -> int:
-    """Bytes up to where the next tensor may begin."""
+    """Return the bytes up to where the next tensor may begin."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def view_of(room: Tensor, like: Shard, shape: Sequence[int]) -> Tensor:
-    """A tensor of a shard's dtype at the beginning of a buffer."""
+    """Return a tensor of a shard's dtype at the beginning of a buffer."""
     return room[: prod(shape) * like.dtype.itemsize].view(like.dtype).view(tuple(shape))

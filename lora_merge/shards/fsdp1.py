@@ -18,30 +18,30 @@ _UNIT = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataPara
 
 
 def is_unit(kind: type) -> bool:
-    """Whether a module of this type is an FSDP1 wrapper."""
+    """Return True if a module of this type is an FSDP1 wrapper."""
     return _UNIT in lineage(kind)
 
 
 def is_flat(parameter: Tensor) -> bool:
-    """Whether a parameter is the flat one that stands for those of a unit."""
+    """Return True if a parameter is the flat one that stands for those of a unit."""
     return hasattr(parameter, "_param_infos")
 
 
 def _handles(units: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """The units that manage parameters, with the handle of their flat parameter."""
+    """Yield the units that manage parameters, with the handle of their flat parameter."""
     for unit in units:
         if getattr(unit, "_handle", None) is not None:
             yield unit, unit._handle
 
 
 def manages(units: Iterable[Any]) -> bool:
-    """Whether a unit has parameters."""
+    """Return True if a unit has parameters."""
     return any(True for _ in _handles(units))
 
 
 def shards(units: Sequence[nn.Module]) -> dict[tuple[int, str], Shard]:
-    """`(id(module), attribute)` -> what this rank holds, of every parameter that FSDP1 manages; tied ones under each
-    of their places.
+    """Return `(id(module), attribute)` -> what this rank holds, of every parameter that FSDP1 manages; tied ones under
+    each of their places.
 
     Raises:
         InvalidInput: a unit whose flat parameter cannot be mapped, or which is gathered at the moment; a parameter that
@@ -97,7 +97,7 @@ def _check_order(kind: str, flat: Any) -> None:
 
 
 def group(units: Sequence[nn.Module]) -> Any | None:
-    """The process group over which the model is sharded; None where no unit is sharded by FSDP1."""
+    """Return the process group over which the model is sharded; None where no unit is sharded by FSDP1."""
     return next((unit.process_group for unit, handle in _handles(units) if handle.uses_sharded_strategy), None)
 
 
@@ -139,7 +139,7 @@ def reshard(units: Sequence[nn.Module]) -> None:
 
 
 def _gathered(handle: Any) -> bool:
-    """Whether the next forward would compute with what is gathered now."""
+    """Return True if the next forward would compute with what is gathered now."""
     flat = handle.flat_param
     if not handle.uses_sharded_strategy:
         return False

@@ -22,22 +22,18 @@ _DTENSOR = {"torch.distributed.tensor.DTensor", "torch.distributed.tensor._api.D
 
 
 def is_unit(kind: type) -> bool:
-    """Whether a module of this type has been through `fully_shard`."""
+    """Return True if a module of this type has been through `fully_shard`."""
     return not _MODULE.isdisjoint(lineage(kind))
 
 
-def is_dtensor(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor; a parameter of one is of its class too."""
-    return is_dtensor_kind(type(tensor))
-
-
 def is_dtensor_kind(kind: type) -> bool:
-    """Whether a class is DTensor's."""
+    """Return True if a class is DTensor's."""
     return not _DTENSOR.isdisjoint(lineage(kind))
 
 
 def shard_of(name: str, tensor: Any) -> Shard:
-    """What this rank holds of a DTensor: one box, or one of each group where a packed weight is cut group by group.
+    """Return what this rank holds of a DTensor: one box, or one of each group where a packed weight is cut group by
+    group.
 
     Raises:
         InvalidInput: this rank is outside of the tensor's mesh, there is no process group any more, or a placement that
@@ -71,7 +67,7 @@ def shard_of(name: str, tensor: Any) -> Shard:
 def runs_here(
     shape: Sequence[int], placements: Sequence[Any], sizes: Sequence[int], coordinate: Sequence[int]
 ) -> list[list[range]]:
-    """Of each dimension of a DTensor the indices that a rank holds, in the order in which they lie there.
+    """Return for each dimension of a DTensor the indices that a rank holds, in the order in which they lie there.
 
     Args:
         sizes: of the mesh.
@@ -100,13 +96,14 @@ def _runs(size: int, cuts: Sequence[tuple[int, int, int]]) -> list[range]:
 
 
 def _part(whole: range, parts: int, index: int) -> range:
-    """As torch.chunk: the first parts are of one size, the last of what is left, if anything is."""
+    """Return a part as torch.chunk cuts it: the first parts are of one size, the last of what is left, if anything
+    is."""
     size = -(-len(whole) // parts)
     return whole[index * size : (index + 1) * size]
 
 
 def _at(runs: Sequence[range], positions: range) -> Iterator[range]:
-    """The indices at some positions of runs, one after the other."""
+    """Yield the indices at some positions of runs, one after the other."""
     begin = 0
     for run in runs:
         yield run[max(positions.start - begin, 0) : max(positions.stop - begin, 0)]
@@ -114,7 +111,7 @@ def _at(runs: Sequence[range], positions: range) -> Iterator[range]:
 
 
 def _joined(runs: Iterable[range]) -> list[range]:
-    """Without empty ones; those that go on where another ends are one with it."""
+    """Drop empty runs, and join those that go on where another ends."""
     joined: list[range] = []
     for run in filter(None, runs):
         first = joined.pop().start if joined and joined[-1].stop == run.start else run.start
@@ -135,13 +132,13 @@ def _pieces(local: Tensor, runs: Sequence[Sequence[range]]) -> Iterator[Piece]:
 
 
 def sharded_over(tensor: Any) -> tuple[Any, tuple[int, ...]]:
-    """The mesh of a DTensor, and the mesh dimensions over which it is sharded."""
+    """Return the mesh of a DTensor, and the mesh dimensions over which it is sharded."""
     return tensor.device_mesh, tuple(i for i, p in enumerate(tensor.placements) if not p.is_replicate())
 
 
 def meshes(units: Sequence[Any], modules: Sequence[nn.Module]) -> dict[tuple[Any, tuple[int, ...]], None]:
-    """Meshes and sharded dimensions (`sharded_over`) of everything that lies sharded in some modules, the units among
-    them, or will when units that are gathered are back on their shards."""
+    """Return meshes and sharded dimensions (`sharded_over`) of everything that lies sharded in some modules, the units
+    among them, or will when units that are gathered are back on their shards."""
     parameters: list[Any] = list(chain.from_iterable([module._parameters.values() for module in modules]))
     kinds = {kind for kind in set(map(type, parameters)) if is_dtensor_kind(kind)}
     away = [held for unit in units for held in _away(unit)]
@@ -157,6 +154,9 @@ def reshard(units: Sequence[Any]) -> None:
         for group in _groups(unit):
             # Not `unit.reshard()`: after a forward that raised it does nothing, and it leaves an all-gather under way.
             group.wait_for_unshard()
+            for held in group.fsdp_params:
+                if str(held.sharded_state).endswith(".UNSHARDED"):  # what was set on the parameter that modules show
+                    held.sharded_param.requires_grad_(held._unsharded_param.requires_grad)
             group._to_sharded()
 
 
@@ -184,18 +184,18 @@ def check_idle(units: Sequence[Any]) -> None:
 
 
 def standing(unit: Any) -> list[Any]:
-    """Which parameters of a unit are gathered, and what for: compared with `==`."""
+    """Return which parameters of a unit are gathered, and what for: compared with `==`."""
     return [(group.is_sharded, group._training_state) for group in _groups(unit)]
 
 
 def _busy(group: Any) -> bool:
-    """Whether a unit is computing; one that is on its shards inside a forward was in a forward that raised."""
+    """Return True if a unit is computing; one that is on its shards inside a forward was in a forward that raised."""
     state = str(group._training_state)
     return state.endswith(".PRE_BACKWARD") or (state.endswith(".FORWARD") and not group.is_sharded)
 
 
 def _differs(held: Any) -> bool:
-    """Whether gathered values differ from what this rank's shard holds."""
+    """Return True if gathered values differ from what this rank's shard holds."""
     gathered, mine = (getattr(p.data, "_local_tensor", p.data) for p in (held._unsharded_param, held.sharded_param))
     mesh = held.mesh_info
     parts = gathered.chunk(getattr(mesh, "shard_mesh_size", 1), held.fsdp_placement.dim)
@@ -212,14 +212,14 @@ def _groups(unit: Any) -> list[Any]:
 
 
 def _away(unit: Any) -> Iterator[Any]:
-    """Return the parameters of a unit that are gathered at the moment."""
+    """Yield the parameters of a unit that are gathered at the moment."""
     for group in _groups(unit):
         if not group.is_sharded:
             yield from group.fsdp_params
 
 
 def group_over(mesh: Any, dims: tuple[int, ...]) -> Any:
-    """The process group over some dimensions of a mesh.
+    """Return the process group over some dimensions of a mesh.
 
     Raises:
         InvalidInput: this rank is outside of the mesh, or its dimensions have no names.
@@ -242,6 +242,6 @@ def group_over(mesh: Any, dims: tuple[int, ...]) -> Any:
 
 
 def device_of(mesh: Any) -> torch.device:
-    """Where a mesh computes: buckets lie there even if shards are offloaded."""
+    """Return where a mesh computes: buckets lie there even if shards are offloaded."""
     kind = mesh.device_type
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)

@@ -25,25 +25,25 @@ _layers: dict[type, bool] = {}
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether a module is one of HQQ's."""
+    """Return True if a module is one of HQQ's."""
     return of_hqq(type(module))
 
 
 def of_hqq(cls: type) -> bool:
-    """Whether a class is of HQQ's layers."""
+    """Return True if a class is of HQQ's layers."""
     if cls not in _layers:
         _layers[cls] = _LINEAR in lineage(cls)
     return _layers[cls]
 
 
-def told(owner: Any) -> str:
-    """The format, for messages."""
+def format_name(owner: Any) -> str:
+    """Return the format, for messages."""
     meta = getattr(owner, "meta", None) or {}
     return f"{meta.get('nbits', '?')}-bit, HQQ"
 
 
 def parameters(owner: Any) -> Iterator[tuple[str, Tensor]]:
-    """What a layer holds, by the names that a linear layer has for it; its bias is no parameter."""
+    """Yield what a layer holds, by the names that a linear layer has for it; its bias is no parameter."""
     if isinstance(owner.W_q, Tensor):
         yield "weight", owner.W_q
     if isinstance(owner.bias, Tensor):
@@ -51,7 +51,7 @@ def parameters(owner: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def shard_of(name: str, owner: Any) -> Shard:
-    """What this rank holds of the weight of one of HQQ's layers.
+    """Return what this rank holds of the weight of one of HQQ's layers.
 
     Raises:
         InvalidInput: it is not quantised yet, sharded, or in a way that is not read here.
@@ -88,7 +88,7 @@ def shard_of(name: str, owner: Any) -> Shard:
 
 
 def facts(modules: Iterable[Any]) -> tuple[list[Any], list[Tensor]]:
-    """All that reading HQQ's layers among modules depends on beside their parameters: values to be compared, and
+    """Return all that reading HQQ's layers among modules depends on beside their parameters: values to be compared, and
     tensors."""
     values: list[Any] = []
     tensors: list[Tensor] = []
@@ -104,7 +104,7 @@ def facts(modules: Iterable[Any]) -> tuple[list[Any], list[Tensor]]:
 
 
 def _quantizer(owner: Any) -> Any:
-    """hqq's, from where the layer's class is."""
+    """Return hqq's quantizer, from where the layer's class is."""
     cls = next(base for base in type(owner).__mro__ if lineage(base)[0] == _LINEAR)
     return vars(__import__(cls.__module__, fromlist=["Quantizer"]))["Quantizer"]
 

@@ -129,7 +129,7 @@ class Layout:
             zero3.release(filter(zero3.is_managed, parameters), self._modules)
 
     def of(self, name: str, owner: nn.Module, attribute: str) -> Shard | None:
-        """What this rank holds of `owner.attribute`; None where there is no such parameter."""
+        """Return what this rank holds of `owner.attribute`; None where there is no such parameter."""
         if self._flat and (found := self._flat.get((id(owner), quantised.held_as(owner, attribute)))) is not None:
             if attribute == "weight":
                 quantised.check_flat(name, owner)
@@ -144,7 +144,7 @@ class Layout:
         return None if tensor is None else self.shard(name, tensor)
 
     def shard(self, name: str, tensor: Tensor) -> Shard:
-        """What this rank holds of a tensor that FSDP1 does not manage.
+        """Return what this rank holds of a tensor that FSDP1 does not manage.
 
         Raises:
             InvalidInput: ZeRO-3 keeps it in a way that is not read, or its memory was freed.
@@ -155,7 +155,7 @@ class Layout:
         return fsdp2.shard_of(name, tensor) if hasattr(tensor, "_local_tensor") else whole(tensor)
 
     def parameters(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """The parameters of a module, those that FSDP1 (`use_orig_params=False`) has taken out of it too."""
+        """Yield the parameters of a module, those that FSDP1 (`use_orig_params=False`) has taken out of it too."""
         for key, parameter in quantised.parameters(module):
             if not (self._flat and fsdp1.is_flat(parameter)):
                 yield key, parameter
@@ -163,15 +163,15 @@ class Layout:
             yield key, getattr(module, key)
 
     def identity(self, owner: nn.Module, attribute: str, tensor: Tensor) -> Hashable:
-        """Equal for two places that hold one parameter (tied weights)."""
+        """Return a value that is equal for two places that hold one parameter (tied weights)."""
         flat = self._flat.get((id(owner), attribute)) if self._flat else None
         if flat is not None:
             return id(flat)
         return id(tensor) if not self.plain and here(tensor) is not tensor else address(tensor)
 
     def local(self, tensors: list[Tensor]) -> tuple[list[Tensor], list[Any]]:
-        """What is here of tensors, and what else their shards depend on: which DTensors and parameters of ZeRO-3 they
-        are, and how they are cut; what FSDP1 holds of the parameters that it manages."""
+        """Return what is here of tensors, and what else their shards depend on: which DTensors and parameters of ZeRO-3
+        they are, and how they are cut; what FSDP1 holds of the parameters that it manages."""
         facts: list[Any] = [(key, shard.key()) for key, shard in self._flat.items()]
         if not self._meshes and not self._zero3:
             return tensors, facts
@@ -202,7 +202,7 @@ class Layout:
         return fsdp1.manages(self._one) or bool(self._meshes) or bool(self._zero3)
 
     def ranks(self) -> Ranks:
-        """The ranks that hold the model together."""
+        """Return the ranks that hold the model together."""
         if self._flat_group is not None:
             return Ranks(self._flat_group)
         cut = {(mesh, dims) for mesh, dims in self._meshes if dims}
@@ -215,21 +215,21 @@ class Layout:
         return Ranks(dist.group.WORLD)
 
     def device(self) -> torch.device | None:
-        """Where a sharded model computes, if its weights may lie elsewhere (CPU offloading)."""
+        """Return where a sharded model computes, if its weights may lie elsewhere (CPU offloading)."""
         if self._zero3:
             return self._zero3[0].device
         return next((fsdp2.device_of(mesh) for mesh, _ in self._meshes), None)
 
 
 def _any_unit(kinds: set[type]) -> bool:
-    """Whether some of these classes are of FSDP's units."""
+    """Return True if some of these classes are of FSDP's units."""
     for kind in kinds - _units.keys():
         _units[kind] = 1 if fsdp1.is_unit(kind) else 2 if fsdp2.is_unit(kind) else 0
     return any(map(_units.__getitem__, kinds))
 
 
 def _any_cut(modules: Sequence[nn.Module], there: bool) -> bool:
-    """Whether some parameter of modules says of itself that it is sharded.
+    """Return True if some parameter of modules says of itself that it is sharded.
 
     Args:
         there: whether torch.distributed is initialised.
@@ -245,7 +245,8 @@ def _check_held(name: str, tensor: Tensor) -> None:
 
 
 def _modules(model: nn.Module) -> list[nn.Module]:
-    """Every module once, level by level, adapters' own ones too, which are most of them: little Python for each."""
+    """Return every module once, level by level, adapters' own ones too, which are most of them: little Python for
+    each."""
     found: dict[int, nn.Module] = {}
     level = [model]
     while level:

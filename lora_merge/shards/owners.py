@@ -11,7 +11,7 @@ from .ranks import Ranks
 
 
 def divide(names: Sequence[str], shards: Sequence[Shard], ranks: Ranks) -> list[list[list[Box]]]:
-    """For each shard and each rank the boxes that the rank owns; collective, and the same on every rank.
+    """Return for each shard and each rank the boxes that the rank owns; collective, and the same on every rank.
 
     A box that several ranks hold (replicas) has one owner; owners take turns.
 
@@ -50,7 +50,7 @@ def _divide(name: str, shard: Shard, held: Sequence[Sequence[Box]], turn: int) -
 
 
 def apart(boxes: Iterable[Box]) -> bool:
-    """Whether no two of some boxes share an element."""
+    """Return True if no two of some boxes share an element."""
     boxes = list(boxes)
     starts = [set(along) for along in zip(*(start for start, _ in boxes), strict=True)]
     if not starts:

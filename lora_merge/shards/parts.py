@@ -106,7 +106,7 @@ class Parts:
         self._unpack = Plan(work)
 
     def release(self) -> None:
-        """As `Plan.release`."""
+        """See `Plan.release`."""
         self._pack.release()
 
     def run(self) -> None:
@@ -124,8 +124,8 @@ class Parts:
 
 
 def _met(wanted: Sequence[Wanted], owned: Sequence[Sequence[Sequence[Box]]], rank: int) -> list[tuple[int, Box, int]]:
-    """What a rank owns of the boxes that somebody wants, in an order that both know: the tensor's number, a box of it,
-    and of which of the wanted ones that is a part."""
+    """Return what a rank owns of the boxes that somebody wants, in an order that both know: the tensor's number, a box
+    of it, and of which of the wanted ones that is a part."""
     found = []
     for index, (number, box) in enumerate(wanted):
         for mine in owned[number][rank]:
@@ -135,5 +135,5 @@ def _met(wanted: Sequence[Wanted], owned: Sequence[Sequence[Sequence[Box]]], ran
 
 
 def _room(shard: Shard, box: Box) -> int:
-    """Bytes that a box takes, up to where the next one may begin."""
+    """Return the bytes that a box takes, up to where the next one may begin."""
     return aligned(prod(box[1]) * shard.dtype.itemsize)

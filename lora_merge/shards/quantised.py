@@ -21,18 +21,19 @@ METHODS = ("bitsandbytes", "torchao", "hqq")
 
 
 def how(owner: nn.Module, attribute: str = "weight") -> str:
-    """By which format a module holds a tensor, in words; "" for what is not quantised, or not by one of these."""
+    """Return the format in which a module holds a tensor, in words; "" for what is not quantised, or not by one of
+    these."""
     if attribute == "weight":
         if (bits := bitsandbytes.bits(owner)) is not None:
             return f"{bits}-bit, bitsandbytes"
         if hqq.is_layer(owner):
-            return hqq.told(owner)
+            return hqq.format_name(owner)
     tensor = owner._parameters.get(attribute)
-    return torchao.told(tensor) if torchao.is_coded(tensor) else ""
+    return torchao.format_name(tensor) if torchao.is_coded(tensor) else ""
 
 
 def shard_of(name: str, owner: nn.Module, attribute: str) -> Shard | None:
-    """What this rank holds of what a quantised tensor stands for; None for what `how` does not know.
+    """Return what this rank holds of what a quantised tensor stands for; None for what `how` does not know.
 
     Raises:
         InvalidInput: it is quantised, or sharded, in a way that cannot be read here.
@@ -47,17 +48,17 @@ def shard_of(name: str, owner: nn.Module, attribute: str) -> Shard | None:
 
 
 def is_matrix(module: nn.Module) -> bool:
-    """Whether a module is a linear layer or an embedding, whatever holds its weight."""
+    """Return True if a module is a linear layer or an embedding, whatever holds its weight."""
     return isinstance(module, nn.Linear | nn.Embedding) or hqq.is_layer(module)
 
 
 def parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters that a module itself holds, by the names that a plain module has for them."""
+    """Return the parameters that a module itself holds, by the names that a plain module has for them."""
     return hqq.parameters(module) if hqq.is_layer(module) else own_parameters(module)
 
 
 def held_as(owner: nn.Module, attribute: str) -> str:
-    """Under which name of its own a module holds a parameter."""
+    """Return the name of its own under which a module holds a parameter."""
     return hqq.CODES if attribute == "weight" and hqq.is_layer(owner) else attribute
 
 
@@ -71,8 +72,8 @@ def check_flat(name: str, owner: nn.Module) -> None:
 
 
 def facts(modules: Iterable[nn.Module], kinds: Iterable[type]) -> tuple[list[Any], list[Tensor]]:
-    """All that reading quantised weights among modules depends on beside the parameters: values to be compared, and
-    tensors (what scales the codes).
+    """Return all that reading quantised weights among modules depends on beside the parameters: values to be compared,
+    and tensors (what scales the codes).
 
     Args:
         kinds: the classes of the modules.
@@ -85,7 +86,7 @@ def facts(modules: Iterable[nn.Module], kinds: Iterable[type]) -> tuple[list[Any
 
 
 def opened(tensors: Sequence[Tensor], kinds: Iterable[type]) -> tuple[Sequence[Tensor], list[Any]]:
-    """Tensors, of those of torchao the plain ones in them; and what else these say, to be compared.
+    """Return tensors, of those of torchao the plain ones in them; and what else these say, to be compared.
 
     Args:
         kinds: the classes of the tensors.

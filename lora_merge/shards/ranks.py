@@ -47,12 +47,12 @@ class Ranks:
         return self.size == 1
 
     def global_rank(self, rank: int) -> int:
-        """The rank in the world of a rank of these."""
+        """Return the rank in the world of a rank of these."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def talks_on(self, device: torch.device) -> torch.device:
-        """The device on which the ranks can exchange tensors of `device`: itself, or this rank's GPU where they speak
-        NCCL only.
+        """Return the device on which the ranks can exchange tensors of `device`: itself, or this rank's GPU where they
+        speak NCCL only.
 
         Raises:
             InvalidInput: there is none.
@@ -70,11 +70,11 @@ class Ranks:
         )
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on some rank."""
+        """Return True if the flag is set on some rank."""
         return self._any([flag])[0]
 
     def _any(self, flags: list[bool]) -> list[bool]:
-        """Of each flag whether it is set on some rank."""
+        """Return for each flag whether it is set on some rank."""
         if self.alone:
             return flags
         there = torch.tensor(flags, dtype=torch.int32, device=self.talks_on(torch.device("cpu")))
@@ -90,9 +90,8 @@ class Ranks:
         return tensor
 
     def gather(self, value: _T) -> list[_T]:
-        """Everybody's small Python value, by rank: one collective up to `_SMALL` bytes, where torch's
-        `all_gather_object` takes two for the sizes and the bytes. A second one for what is longer moves these bytes
-        alone: of many ranks often one has something to say."""
+        """Return everybody's small Python value, by rank: one collective up to `_SMALL` bytes, where torch's
+        `all_gather_object` takes two. A second one for what is longer moves these bytes alone."""
         if self.alone:
             return [value]
         data = pickle.dumps(value)
@@ -102,7 +101,7 @@ class Ranks:
         return [pickle.loads((head[8:] + rest)[:size]) for size, head, rest in zip(sizes, heads, rests, strict=True)]
 
     def _gather_heads(self, data: bytes) -> list[bytes]:
-        """Everybody's first bytes, by rank, each with zeros behind them."""
+        """Return everybody's first bytes, by rank, each with zeros behind them."""
         mine = torch.zeros(8 + _SMALL, dtype=torch.uint8, device="cpu")
         mine[: len(data)] = _bytes(data)
         mine = mine.to(self.talks_on(mine.device))
@@ -111,7 +110,8 @@ class Ranks:
         return _parts(everybody, [len(mine)] * self.size)
 
     def _gather_rests(self, data: bytes, sizes: Sequence[int]) -> list[bytes]:
-        """Everybody's other bytes, by rank, of which there are so many: a sum to which each rank adds its own part."""
+        """Return everybody's other bytes, by rank, of which there are so many: a sum to which each rank adds its own
+        part."""
         together = torch.zeros(sum(sizes), dtype=torch.uint8, device="cpu")
         if len(together):
             together.split(list(sizes))[self.rank].copy_(_bytes(data))
@@ -127,7 +127,7 @@ class Ranks:
 
     @contextmanager
     def vote(self, what: str) -> Iterator[Ballot]:
-        """If the block raises on any rank, raise on every rank, so that no rank waits in a later collective.
+        """Raise on every rank if the block raises on any, so that no rank waits in a later collective.
 
         Yields:
             a flag that the block may set; after it, it is set if it was on some rank.
@@ -146,8 +146,8 @@ class Ranks:
             self._raise(what, error)
 
     def _raise(self, what: str, error: Exception | None) -> None:
-        told = None if error is None else f"{type(error).__name__}: {error}"
-        errors = self.gather(told)
+        mine = None if error is None else f"{type(error).__name__}: {error}"
+        errors = self.gather(mine)
         if error is not None:
             raise error
         rank, other = next((rank, other) for rank, other in enumerate(errors) if other is not None)
@@ -237,7 +237,7 @@ def _bytes(data: bytes) -> Tensor:
 
 
 def _parts(tensor: Tensor, sizes: Sequence[int]) -> list[bytes]:
-    """Its consecutive parts of so many bytes."""
+    """Return consecutive parts of so many bytes."""
     found, ends = tensor.cpu().numpy().tobytes(), list(accumulate(sizes))
     return [found[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
@@ -247,6 +247,6 @@ def _nothing() -> None:
 
 
 def even(sizes: Sequence[int]) -> list[int]:
-    """Sizes of the ranks' parts of a buffer: all as large as the largest where that costs little."""
+    """Return sizes of the ranks' parts of a buffer: all as large as the largest where that costs little."""
     largest = max(sizes)
     return [largest] * len(sizes) if largest * len(sizes) <= PADDING * sum(sizes) else list(sizes)

@@ -25,40 +25,43 @@ _INSTEAD = (
     "quantise the base with Int8WeightOnlyConfig, Float8WeightOnlyConfig or (4 bits and fewer) IntxWeightOnlyConfig, "
     "or load it in bfloat16, float16 or float32, from a checkpoint that is not quantised"
 )
+
+
 _coded: dict[type, bool] = {}
 
 
 def is_coded(tensor: Any) -> bool:
-    """Whether a tensor, or what is here of it, is one of torchao's."""
+    """Return True if a tensor, or what is here of it, is one of torchao's."""
     return of_torchao(type(tensor)) or of_torchao(type(getattr(tensor, "_local_tensor", None)))
 
 
 def of_torchao(cls: type) -> bool:
-    """Whether a class is one of torchao's tensors."""
+    """Return True if a class is one of torchao's tensors."""
     if cls not in _coded:
         _coded[cls] = _BASE in lineage(cls)
     return _coded[cls]
 
 
-def told(tensor: Any) -> str:
-    """The format, for messages."""
+def format_name(tensor: Any) -> str:
+    """Return the format, for messages."""
     return f"a {lineage(type(getattr(tensor, '_local_tensor', tensor)))[0]}"
 
 
 def shard_of(name: str, tensor: Any) -> Shard:
-    """What this rank holds of a weight of torchao's.
+    """Return what this rank holds of a weight of torchao's.
 
     Raises:
         InvalidInput: it is sharded, or of a class that is not read here.
     """
     if hasattr(tensor, "_local_tensor") or zero3.is_managed(tensor):
         raise InvalidInput(
-            f"{name}: quantised by torchao ({told(tensor)}), and sharded: a part of it is not read; train on one rank, "
-            "or shard a base that bitsandbytes quantised to 4 bits (FSDP2)"
+            f"{name}: quantised by torchao ({format_name(tensor)}), and sharded: a part of it is not read; train on "
+            "one rank, or shard a base that bitsandbytes quantised to 4 bits (FSDP2)"
         )
     if lineage(type(tensor))[0] not in _READ:
         raise InvalidInput(
-            f"{name}: the base is quantised ({told(tensor)}), which is not known to be dequantised exactly; {_INSTEAD}"
+            f"{name}: the base is quantised ({format_name(tensor)}), which is not known to be dequantised exactly; "
+            f"{_INSTEAD}"
         )
     if getattr(tensor, "act_pre_scale", None) is not None:
         raise InvalidInput(
@@ -77,13 +80,13 @@ def shard_of(name: str, tensor: Any) -> Shard:
 
 
 def parts_of(tensor: Any) -> tuple[list[str], list[Tensor]]:
-    """The plain tensors in one of torchao's, with their names; the codes come first."""
+    """Return the plain tensors in one of torchao's, with their names; the codes come first."""
     names, _ = tensor.__tensor_flatten__()
     return names, [getattr(tensor, part).detach() for part in names]
 
 
 def facts(tensors: Sequence[Any]) -> list[Any]:
-    """All that reading torchao's tensors depends on beside `parts_of` them, to be compared."""
+    """Return all that reading torchao's tensors depends on beside `parts_of` them, to be compared."""
     return [repr(tensor.__tensor_flatten__()) for tensor in tensors]
 
 

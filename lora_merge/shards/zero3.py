@@ -20,12 +20,12 @@ _DEPTH = "_ds_z3_gathered_param_context_depth"
 
 
 def is_managed(tensor: Tensor) -> bool:
-    """Whether ZeRO-3 gathers a parameter before each use of its module, and frees it after."""
+    """Return True if ZeRO-3 gathers a parameter before each use of its module, and frees it after."""
     return hasattr(tensor, "ds_id")
 
 
 def managed(modules: Iterable[nn.Module]) -> list[Any]:
-    """The parameters of some modules that ZeRO-3 has partitioned, tied ones once."""
+    """Return the parameters of some modules that ZeRO-3 has partitioned, tied ones once."""
     if "deepspeed" not in sys.modules:
         return []
     parameters = list(chain.from_iterable([module._parameters.values() for module in modules]))
@@ -33,7 +33,8 @@ def managed(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def shard_of(name: str, parameter: Any) -> Shard:
-    """What this rank holds of a parameter: its partition, whether or not the parameter is gathered at the moment.
+    """Return what this rank holds of a parameter: its partition, whether or not the parameter is gathered at the
+    moment.
 
     Raises:
         InvalidInput: the partition is on a disk, holds or is gathered as quantised numbers, or is cut in another way;
@@ -88,7 +89,8 @@ def _init_of(parameter: Any) -> Any:
 
 
 def _differs(parameter: Any, begin: int, mine: Tensor) -> bool:
-    """Whether what is gathered of a parameter is not what this rank's partition, from number `begin` on, holds."""
+    """Return True if what is gathered of a parameter is not what this rank's partition, from number `begin` on,
+    holds."""
     gathered = parameter.data
     if parameter.ds_status.name != "AVAILABLE" or gathered.shape != parameter.ds_shape:
         return False
@@ -99,14 +101,14 @@ def _differs(parameter: Any, begin: int, mine: Tensor) -> bool:
 
 
 def facts(parameter: Any) -> tuple[Any, ...]:
-    """What a shard depends on beside the partition's address, shape and dtype."""
+    """Return what a shard depends on beside the partition's address, shape and dtype."""
     partition, version = parameter.ds_tensor, None if parameter.is_inference() else parameter._version
     cut = parameter.ds_shape, partition.ds_numel, partition.status.name, id(parameter.ds_process_group)
     return id(parameter), version, *cut
 
 
 def group(parameters: Sequence[Any]) -> Any:
-    """The process group over which parameters are partitioned.
+    """Return the process group over which parameters are partitioned.
 
     Raises:
         InvalidInput: there are several, or none any more.
@@ -130,7 +132,7 @@ def group(parameters: Sequence[Any]) -> Any:
 
 
 def busy(parameter: Any, modules: Sequence[nn.Module]) -> str | None:
-    """Why what is gathered of a parameter cannot be given back now; None where it can be.
+    """Return why what is gathered of a parameter cannot be given back now; None where it can be.
 
     Args:
         modules: of its model.
@@ -179,6 +181,6 @@ def release(parameters: Iterable[Any], modules: Sequence[nn.Module]) -> None:
 
 
 def _under_way(parameter: Any, modules: Sequence[nn.Module]) -> list[Any]:
-    """Where DeepSpeed keeps the all-gather of a parameter that it has begun."""
+    """Return where DeepSpeed keeps the all-gather of a parameter that it has begun."""
     registries = (vars(module).get("ds_inflight_param_registry") for module in modules)
     return [registry for registry in registries if registry is not None and parameter in registry]

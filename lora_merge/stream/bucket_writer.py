@@ -8,7 +8,6 @@ from collections.abc import Callable, Container, Generator, Hashable, Iterable, 
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import groupby
-from math import prod
 from operator import sub
 from types import MappingProxyType
 from typing import Any
@@ -22,12 +21,13 @@ from torch.utils.dlpack import from_dlpack
 from ..errors import InvalidInput
 from ..inference import outside_inference_mode
 from ..kernels.packed import Packed, in_reach
-from ..kernels.ranges import Made, check_range, narrows, run_in_range
+from ..kernels.plan import Plan
+from ..kernels.ranges import check_range, narrows, run_in_range
 from ..kernels.scaled.weights import Scaled
 from ..kernels.segments import Segment, copies, name_key
 from ..models.claims import reading
-from ..models.delta import Delta, Job, whole_job
-from ..models.operands import MergePlan, Operands, Turn
+from ..models.delta import Job, whole_job
+from ..models.operands import Operands, Turn, merge_plan
 from ..models.part import Part
 from ..models.staging import Copies, Staging, Storages, needed
 from ..shards import Box, cut, overlap
@@ -40,13 +40,6 @@ from .double_buffer import DoubleBuffer
 from .source import Entry, LazyParts, Source
 from .unwritten import Unwritten, layers_of, unwritten
 
-_WAYS = {
-    "merge": "each rank merges what it holds",
-    "copy": "no adapter",
-    "unshard": "gathered whole, merged, cut",
-    "convert": "merged whole, then converted to the checkpoint's layout",
-}
-
 
 class BucketWriter:
     """Writes the buckets of a stream into buffers, with one plan for each bucket, made at its first use.
@@ -54,13 +47,17 @@ class BucketWriter:
     Making one, and filling, are collective over `source.ranks`.
 
     Args:
-        source: of its first pass; who makes another one calls `adopt` before.
+        source: what the stream is laid out from.
         entries: the stream, the same on every rank.
         key: see `MergedWeights._read`.
         bucket_bytes: see `MergedWeights`.
         lines: the stream in words.
         whole: tensors are not cut, whatever their size; for a model that this process holds alone.
         unshard: entries whose parts are gathered, merged whole, and cut.
+
+    Attributes:
+        source: of the last `adopt`, until `release`. Passes in several threads have one each, which they hand to
+            `passing`, `filled` and `fill`.
     """
 
     def __init__(
@@ -98,28 +95,31 @@ class BucketWriter:
         with self.ranks.vote("MergedWeights"):
             turns, staged = self._turns(), self._staged()
         ranks = self.ranks if any(turn.everything for turn in turns) else source.merging
-        self._operands = Operands(turns, ranks, self.device)
+        self.operands = Operands(turns, ranks, self.device)
         self._plans: dict[tuple[int, bool], tuple[tuple[Hashable, int], _BucketPlan]] = {}
         self._staging = Staging(self.device, staged)
-        self.joins = self.ranks.alone and not staged and not self._operands.held
+        self.joins = self.ranks.alone and not staged and not self.operands.held
         """What a bucket is merged from lies there all the time, and is all here."""
         self._due: tuple[ref[DirectTargets], list[list[tuple[int, Slot]]]] | None = None
-        self._by_address: Mapping[int, torch.UntypedStorage] | None = None
         self._ahead = DoubleBuffer(self.device)
         self._filling = threading.Lock()
         """Of passes in several threads, which share the operands of a bucket, one fills at a time."""
-        self._idle: list[Tensor] = []
         self._lent: dict[int, StorageWeakRef] = {}
+        self._idle: list[Tensor] = []
         self._passes = 0
+        self._lock = threading.RLock()
+        """Of the buffers that are idle, the number of passes, and `release`: the last pass alone releases. An iterator
+        that is collected as garbage may end its pass in the middle of these."""
 
-    def adopt(self, source: Source) -> None:
-        """Take over what this rank holds now; parts of which it holds nothing stay as they were."""
+    def adopt(self, source: Source) -> Source:
+        """Return what this rank holds now, for a pass; parts of which it holds nothing stay as they were."""
         order, elsewhere = self._order, self._elsewhere
         parts = LazyParts(lambda: {name: source.parts.get(name) or elsewhere[name] for name in order})
-        self.source, self._by_address = replace(source, parts=parts), None
+        self.source = adopted = replace(source, parts=parts)
+        return adopted
 
     def _boxes(self, source: Source) -> list[list[tuple[Meta, Box]]]:
-        """What each rank sends: of every tensor, the boxes that it owns."""
+        """Return what each rank sends: of every tensor, the boxes that it owns."""
         direct = dict.fromkeys(e.sources[0] for e in self.entries.values() if e.meta.name not in self._wholly)
         names = [name for name in source.parts if name in direct]
         owned = dict(zip(names, divide(names, [source.parts[n].shard for n in names], self.ranks), strict=True))
@@ -141,17 +141,17 @@ class BucketWriter:
         return sum(entry.meta.nbytes for entry in self.entries.values())
 
     def alone(self, index: int) -> bool:
-        """As of `Sent`."""
+        """See `Sent.alone`."""
         return not self.collective
 
     def mine(self, index: int) -> list[Slot]:
-        """The slots of a bucket that this rank fills."""
+        """Return the slots of a bucket that this rank fills."""
         begin = sum(self._sizes[index][: self.ranks.rank])
         end = begin + self._sizes[index][self.ranks.rank]
         return [slot for slot in self.table[index] if begin <= slot.offset < end]
 
     def _turns(self) -> list[Turn]:
-        """What merging needs of the adapters, bucket by bucket: all of an adapter for what is merged whole."""
+        """Return what merging needs of the adapters, bucket by bucket: all of an adapter for what is merged whole."""
         parts, turns = self.source.parts, []
         for index, slots in enumerate(self.table):
             entries = {slot.name: self.entries[slot.name] for slot in slots}
@@ -162,14 +162,14 @@ class BucketWriter:
                 Job(delta, start, view, view)
                 for slot in self.mine(index)
                 if slot.name not in self._wholly and (delta := deltas.get(entries[slot.name].sources[0])) is not None
-                for start, _, view in self._held(entries[slot.name], slot.box)
+                for start, _, view in self.source.views(entries[slot.name], slot.box)
             ]
             everything = {delta.name for part, delta in deltas.items() if part in wholly}
             turns.append(Turn(list(deltas.values()), jobs, everything))
         return turns
 
     def _staged(self) -> int:
-        """Bytes of weights that are brought for the largest bucket of this rank."""
+        """Return the bytes of weights that are brought for the largest bucket of this rank."""
         pieces = (piece for part in self.source.parts.values() for piece in part.shard.pieces)
         if all(in_reach(piece.tensor, self.device) for piece in pieces):
             return 0
@@ -180,85 +180,94 @@ class BucketWriter:
                     f"{self.device}: keep it on {self.device} while the stream is read (no CPU offloading of the base)"
                 )
         own = ([slot for slot in self.mine(index) if slot.name not in self._wholly] for index in range(len(self.table)))
-        views = ([v for slot in slots for _, _, v in self._held(self.entries[slot.name], slot.box)] for slots in own)
+        views = ([view for s in slots for _, view in self.held(s.name, s.box)] for slots in own)
         return max((sum(needed(v) for v in some if not in_reach(v, self.device)) for some in views), default=0)
 
     def held(self, name: str, box: Box) -> list[tuple[tuple[int, ...], Tensor]]:
-        """The live parameter's views that make up a box of a tensor, each with its start in the whole parameter."""
-        return [(start, view) for start, _, view in self._held(self.entries[name], box)]
+        """Return the live parameter's views that make up a box of a tensor, each with its start in the parameter."""
+        return [(start, view) for start, _, view in self.source.views(self.entries[name], box)]
+
+    def storages(self) -> Mapping[int, torch.UntypedStorage]:
+        """Return the memory of the model by address."""
+        return self.source.storages
 
     def windows(self) -> list[str]:
-        """Names of the tensors of which each rank sends boxes of parameters, as it holds them."""
+        """Return the names of the tensors of which each rank sends boxes of parameters, as it holds them."""
         return [name for name in self.entries if name not in self._wholly]
 
-    def _held(self, entry: Entry, box: Box) -> list[tuple[tuple[int, ...], Box, Tensor]]:
-        """The live parameter's views that make up a box of a tensor; see `Shard.views`."""
-        assert entry.window is not None
-        views = self.source.parts[entry.sources[0]].shard.views(entry.window.outer(box))
-        assert sum(view.numel() for _, _, view in views) == prod(box[1]), entry.meta.name
-        return views
-
     @contextmanager
-    def buffers(self) -> Iterator[list[Tensor]]:
-        """For one pass: two buffers that any bucket fits into. They are kept for the next one."""
-        buffers, self._idle = self._idle, []
+    def buffers(self, source: Source | None = None) -> Iterator[list[Tensor]]:
+        """Begin a pass, like `passing`, with two buffers that any bucket fits into. They are kept for the next one."""
+        with self._lock:
+            buffers, self._idle = self._idle, []
         if not buffers:
             with self.ranks.vote("two buckets"):
                 buffers = [_room(self.capacity, self.device) for _ in range(2)]
-        with self.passing():
+        with self.passing(source):
             try:
                 yield buffers
             finally:
                 self._idle = buffers
 
     @contextmanager
-    def passing(self) -> Iterator[None]:
-        """For one pass into any buffers. After it plans are kept, but no tensor of the model: what its owner lets go
-        of between passes is freed.
+    def passing(self, source: Source | None = None) -> Iterator[None]:
+        """Begin a pass into any buffers, which ends with the block. After the last one plans are kept, but no tensor of
+        the model: what its owner lets go of between passes is freed.
+
+        Args:
+            source: of the pass; default: the last one that was adopted.
 
         Raises:
             AlreadyMerged: the weights are inside `merged`.
             InvalidInput: what the pass reads was written meanwhile; of sharded models `handed` raises it, on all ranks.
         """
-        self._passes += 1
+        source = source or self.source
+        with self._lock:
+            self._passes += 1
         try:
-            with reading(self.source.held), unwritten(self.source, self._layers, self.ranks.alone):
+            with reading(source.held), unwritten(source, self._layers, self.ranks.alone):
                 yield
         finally:
-            self._passes -= 1
-            self.release()
+            with self._lock:
+                self._passes -= 1
+                self.release()
 
     def release(self) -> None:
-        """As `Plan.release`, unless a pass is under way."""
-        if not self._passes:
-            self._operands.release()
+        """Release plans and the model, like `Plan.release`, unless a pass is under way."""
+        with self._lock:
+            if self._passes:
+                return
+            self.operands.release()
             for _, plan in self._plans.values():
                 plan.release()
             self._staging.release()
-            source, self._by_address = self.source, None
-            self.source = replace(source, parts={}, tensors=(), counted=(), modules=(), held=())
+            self.source = replace(self.source, parts={}, tensors=(), counted=(), modules=(), held=())
 
-    def filled(self, buffers: list[Tensor], run: Mapping[str, Any]) -> Iterator[tuple[int, Tensor]]:
+    def filled(
+        self, buffers: list[Tensor], run: Mapping[str, Any], source: Source | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
         """Fill bucket after bucket; yield `(index, buffer)`, to be read as `DoubleBuffer` says.
 
         Args:
             buffers: two; one of which the consumer still holds what was lent is left to it and replaced here.
+            source: see `passing`.
 
         Raises:
             the first error of this rank, when the others have what they wait for; InvalidInput, after the last bucket,
             for an error of another rank: what it had its part in is not to be used.
         """
-        with closing(self.handed(buffers, run)) as handed:
+        with closing(self.handed(buffers, run, source)) as handed:
             for index, buffer, fill_next in handed:
                 fill_next()
                 yield index, buffer
 
     def handed(
-        self, buffers: list[Tensor], run: Mapping[str, Any]
+        self, buffers: list[Tensor], run: Mapping[str, Any], source: Source | None = None
     ) -> Generator[tuple[int, Tensor, Callable[[], None]], None, None]:
-        """As `filled`, but the consumer says when the next bucket is filled, as `DoubleBuffer.handed` says."""
+        """Fill like `filled`, but the consumer says when the next bucket is filled, as `DoubleBuffer.handed` says."""
         errors: list[Exception] = []
-        read = None if self.ranks.alone else Unwritten(self.source, self._layers)
+        pass_source = source or self.source
+        read = None if self.ranks.alone else Unwritten(pass_source, self._layers)
 
         def free(index: int) -> None:
             buffer = buffers[index % 2]
@@ -269,7 +278,7 @@ class BucketWriter:
         def fill(index: int) -> tuple[int, Tensor]:
             buffer = buffers[index % 2]
             with noted(errors):
-                self.fill(index, buffer, run)
+                self.fill(index, buffer, run, pass_source)
             if errors and self.ranks.alone:
                 raise errors[0]
             if self._ahead.stream is not None:
@@ -286,64 +295,42 @@ class BucketWriter:
             if read is not None:
                 read.check()
 
-    def describe(self) -> str:
-        """Which way every tensor goes, and what a pass costs."""
-        ways: dict[str, list[Entry]] = {}
-        for name, entry in self.entries.items():
-            adapted = any(self.source.parts[source].delta is not None for source in entry.sources)
-            way = ("unshard" if not self.ranks.alone else "convert") if name in self._wholly else None
-            ways.setdefault(way or ("merge" if adapted else "copy"), []).append(entry)
-        gathered = {source: self.source.parts[source] for e in ways.get("unshard", ()) for source in e.sources}
-        whole = sum(part.shard.nbytes for part in gathered.values())
-        lines = [f"{len(self.table)} buckets of up to {self.capacity:,} bytes; {self.nbytes:,} bytes in all"]
-        if self._operands.held:
-            lines.append(f"beside two buckets: {self._operands.held:,} bytes, through which the adapters of each come")
-        for way, what in _WAYS.items():
-            entries = ways.get(way, [])
-            if entries:
-                size = sum(entry.meta.nbytes for entry in entries)
-                lines.append(f"{way}: {len(entries)} tensors, {size:,} bytes ({what})")
-                lines += [f"  {e.meta.name} {list(e.meta.shape)}" for e in entries if way in ("unshard", "convert")]
-        if not self.ranks.alone:
-            received = self.nbytes * (self.ranks.size - 1) // self.ranks.size
-            lines.append(
-                f"from other ranks, a pass: {received:,} bytes of merged shards, {self._operands.nbytes:,} of "
-                f"adapters, {whole * (self.ranks.size - 1) // self.ranks.size:,} of base weights"
-            )
-        return "\n".join(lines)
-
     def lend(self, buffer: Tensor) -> Tensor:
-        """A buffer's memory under a storage of its own, which lives as long as somebody holds views of it."""
+        """Return a buffer's memory under a storage of its own, which lives as long as somebody holds views of it."""
         data = from_dlpack(buffer)
         self._lent[buffer.data_ptr()] = StorageWeakRef(data.untyped_storage())
         return data
 
     def _held_outside(self, buffer: Tensor) -> bool:
-        """Whether somebody holds views of what was lent of a buffer."""
+        """Return True if somebody holds views of what was lent of a buffer."""
         lent = self._lent.get(buffer.data_ptr())
         return lent is not None and not lent.expired()
 
     @outside_inference_mode
-    def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
-        """As `Sent.fill`. An error of this rank is raised after the collectives of the bucket."""
+    def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any], source: Source | None = None) -> None:
+        """Fill a bucket, see `Sent.fill`; `source` as in `passing`. An error of this rank is raised after the bucket's
+        collectives."""
         errors: list[Exception] = []
+        source = source or self.source
         with self._filling:
             with noted(errors):
-                self._operands.refresh(index, self.storages)
+                self.operands.refresh(index, lambda: source.storages)
                 own = [slot for slot in self.mine(index) if slot.name not in self._wholly]
                 targets = ((slot.name, slot.box, slot.view(buffer), index) for slot in own)
-                if not self._plan((index, False), buffer.data_ptr(), targets).run(run):
+                if not self._plan(source, (index, False), buffer.data_ptr(), targets).run(run):
                     narrow = [slot for slot in own if slot.name in self._narrow]
                     written = ((slot.name, slot.box, slot.view(buffer), index) for slot in narrow)
-                    check_range(((slot.name, slot.view(buffer)) for slot in narrow), lambda: self._made(written))
+                    results = ((slot.name, slot.view(buffer)) for slot in narrow)
+                    check_range(results, lambda: source.made(self.entries, written))
             if self._wholly_in[index]:
-                self._fill_wholly(index, buffer, run, errors)
+                self._fill_wholly(source, index, buffer, run, errors)
             self.ranks.all_gather_parts(buffer, self._sizes[index])()
         if errors:
             raise errors[0]
 
     def direct_buckets(self, names: Container[str]) -> frozenset[int]:
-        """As `Sent.direct_buckets`: those whose tensors all have a place and are windows of what the ranks hold."""
+        """Return the buckets whose tensors all have a place and are windows of what the ranks hold; see
+        `Sent.direct_buckets`."""
         return frozenset(
             index
             for index, slots in enumerate(self.table)
@@ -352,18 +339,20 @@ class BucketWriter:
 
     @outside_inference_mode
     def write_direct(self, index: int, targets: DirectTargets, run: Mapping[str, Any]) -> None:
-        """As `Sent.write_direct`. An error of this rank is raised after the collectives of the bucket."""
+        """Write a bucket, see `Sent.write_direct`. An error of this rank is raised after the collectives of the
+        bucket."""
+        source = self.source
         with self._filling:
-            self._operands.refresh(index, self.storages)
-            if self._plan((index, True), ref(targets), self._targets(index, targets), targets.scaled).run(run):
+            self.operands.refresh(index, lambda: source.storages)
+            if self._plan(source, (index, True), ref(targets), self._targets(index, targets), targets.scaled).run(run):
                 return
             if narrow := self._narrow | targets.narrow:
                 written = [target for target in self._targets(index, targets) if target[0] in narrow]
                 views = ((name, view) for name, _, view, _ in written)
-                check_range(views, lambda: self._made(written), targets.scaled)
+                check_range(views, lambda: source.made(self.entries, written), targets.scaled)
 
     def _targets(self, index: int, targets: DirectTargets) -> Iterator[tuple[str, Box, Tensor, int]]:
-        """As of `_plan`, of a bucket that is placed."""
+        """Yield the `targets` of `_plan` for a bucket that is written directly."""
         return (
             (slot.name, met, cut(view, (tuple(map(sub, met[0], box[0])), met[1])), turn)
             for turn, slot in self._due_with(index, targets)
@@ -372,8 +361,8 @@ class BucketWriter:
         )
 
     def _due_with(self, index: int, targets: DirectTargets) -> list[tuple[int, Slot]]:
-        """The slots that are placed with a bucket, each with its own bucket: tensors that are written as one come with
-        the last of them."""
+        """Return the slots that are written with a bucket, each with its own bucket: tensors that are written as one
+        come with the last of them."""
         if not targets.together:
             return [(index, slot) for slot in self.mine(index)]
         if self._due is None or self._due[0]() is not targets:
@@ -389,12 +378,13 @@ class BucketWriter:
 
     def _plan(
         self,
+        source: Source,
         key: tuple[int, bool],
         at: Hashable,
         targets: Iterable[tuple[str, Box, Tensor, int]],
         scaled: Mapping[str, Sequence[Scaled]] = MappingProxyType({}),
     ) -> _BucketPlan:
-        """The plan of a bucket, made anew when what it writes to has moved.
+        """Return the plan of a bucket, made anew when what it writes to has moved.
 
         Args:
             key: the bucket; whether it is placed.
@@ -403,74 +393,60 @@ class BucketWriter:
             scaled: as of `DirectTargets`.
         """
         known, plan = self._plans.get(key, (None, None))
-        if plan is None or known != (at, self._staging.address) or not plan.hold(self._staging.memory, self.storages):
-            plan = self._make_plan(key[0], targets, scaled)
+        there = known == (at, self._staging.address)
+        if plan is None or not there or not plan.hold(self._staging.memory, lambda: source.storages):
+            plan = self._make_plan(source, key[0], targets, scaled)
             self._plans[key] = (at, self._staging.address), plan
         return plan
 
     def _forget(self, at: Hashable) -> None:
         """Drop plans that write to these places, since they keep the places' memory alive."""
-        self._plans = {key: known for key, known in self._plans.items() if known[0][0] != at}
-
-    def storages(self) -> Mapping[int, torch.UntypedStorage]:
-        """The memory of the model in this pass, by address."""
-        if self._by_address is None:
-            self._by_address = {storage.data_ptr(): storage for storage in self.source.held}
-        return self._by_address
+        with self._filling:
+            self._plans = {key: known for key, known in self._plans.items() if known[0][0] != at}
 
     def _make_plan(
-        self, index: int, targets: Iterable[tuple[str, Box, Tensor, int]], scaled: Mapping[str, Sequence[Scaled]]
+        self,
+        source: Source,
+        index: int,
+        targets: Iterable[tuple[str, Box, Tensor, int]],
+        scaled: Mapping[str, Sequence[Scaled]],
     ) -> _BucketPlan:
-        boxes = list(self._rectangles(targets))
+        boxes = list(source.rectangles(self.entries, targets))
         away = [view for _, _, _, view, _, _ in boxes if not in_reach(view, self.device)]
         staged = self._staging.lay_out(away)
-        sources, jobs, segments = iter(staged), list[Job](), list[Segment]()
+        arrived, jobs, segments = iter(staged), list[Job](), list[Segment]()
         for name, delta, start, view, out, turn in boxes:
-            source = view if in_reach(view, self.device) else next(sources)
+            weight = view if in_reach(view, self.device) else next(arrived)
             if delta is None:
                 window, meta = self.entries[name].window, self.entries[name].meta
                 assert window is not None
                 begin, _ = window.inner((start, tuple(view.shape)))
-                segments += copies(name, window.fold(source), window.fold(out), begin, meta.shape)
+                segments += copies(name, window.fold(weight), window.fold(out), begin, meta.shape)
             elif turn == index:
-                jobs.append(Job(delta, start, source, out))
+                jobs.append(Job(delta, start, weight, out))
             else:
-                segments += self._operands.segments(Job(delta, start, source, out), turn)
+                segments += self.operands.segments(Job(delta, start, weight, out), turn)
         copied = Copies(list(zip(staged, away, strict=True)))
         weights = {id(s): s for name, _, _, _, _, _ in boxes for s in scaled.get(name, ())}
-        plan = MergePlan(jobs, self._operands, segments, index, list(weights.values()))
+        plan = merge_plan(jobs, self.operands, segments, index, list(weights.values()))
         return _BucketPlan(plan, copied, self._staging)
 
-    def _rectangles(
-        self, targets: Iterable[tuple[str, Box, Tensor, int]]
-    ) -> Iterator[tuple[str, Delta | None, tuple[int, ...], Tensor, Tensor, int]]:
-        """What is merged from where to where: name, delta, start in the whole parameter, base, result, bucket."""
-        for name, box, target, turn in targets:
-            entry = self.entries[name]
-            assert entry.window is not None
-            delta, unfolded = self.source.parts[entry.sources[0]].delta, entry.window.unfold(target)
-            for start, inner, view in self._held(entry, box):
-                yield name, delta, start, view, cut(unfolded, inner), turn
-
-    def _made(self, targets: Iterable[tuple[str, Box, Tensor, int]]) -> Iterator[Made]:
-        """What was merged of what."""
-        for name, delta, _, view, result, _ in self._rectangles(targets):
-            yield Made(name, view, result, delta is not None and delta.magnitude is not None)
-
-    def _fill_wholly(self, index: int, buffer: Tensor, run: Mapping[str, Any], errors: list[Exception]) -> None:
-        """Tensors that are made of whole parameters: gather these, merge, convert, and keep what this rank sends."""
+    def _fill_wholly(
+        self, source: Source, index: int, buffer: Tensor, run: Mapping[str, Any], errors: list[Exception]
+    ) -> None:
+        """Gather whole parameters, merge and convert them, and keep what this rank sends of the result."""
         mine = self.mine(index)
         for sources, names in groupby(self._wholly_in[index], lambda name: self.entries[name].sources):
             dtype = self.entries[next(iter(names))].meta.dtype
             with noted(errors):
-                parts = [self.source.parts[name] for name in sources]
+                parts = [source.parts[name] for name in sources]
                 wholes = Exchange(sources, [part.shard for part in parts], self.ranks, self.device).run()
                 wanted = [slot for slot in mine if self.entries[slot.name].sources == sources]
                 merged = self._merged(index, parts, wholes, dtype, run) if wanted else {}
                 for slot in wanted:
                     window = self.entries[slot.name].window
                     if window is None:
-                        made = self.source.conversion.compute(merged, slot.name)
+                        made = source.conversion.compute(merged, slot.name)
                     else:
                         made = window.fold(cut(merged[sources[0]], window.box))
                     slot.view(buffer).copy_(cut(made, slot.box))
@@ -478,18 +454,18 @@ class BucketWriter:
     def _merged(
         self, index: int, parts: Sequence[Part], wholes: Sequence[Tensor], dtype: torch.dtype, run: Mapping[str, Any]
     ) -> dict[str, Tensor]:
-        """Whole parameters of one bucket, merged, by name."""
+        """Merge the whole parameters of one bucket; return them by name."""
         merged = {}
         for part, whole in zip(parts, wholes, strict=True):
             merged[part.name] = out = torch.empty(whole.shape, dtype=dtype, device=self.device)
             jobs = [] if part.delta is None else [whole_job(part.delta, whole, out)]
             segments = copies(part.name, whole, out) if part.delta is None else []
-            run_in_range(MergePlan(jobs, self._operands, segments, index).plan, run)
+            run_in_range(merge_plan(jobs, self.operands, segments, index), run)
         return merged
 
 
 def _narrow(entry: Entry, parts: Mapping[str, Part]) -> bool:
-    """Whether its merged values can be infinite where what they are made of is not."""
+    """Return True if an entry's merged values can be infinite where what they are made of is not."""
     some = [parts[name] for name in entry.sources]
     return any(narrows(part.shard.dtype, entry.meta.dtype, part.delta is not None) for part in some)
 
@@ -497,11 +473,11 @@ def _narrow(entry: Entry, parts: Mapping[str, Part]) -> bool:
 class _BucketPlan:
     """What fills this rank's part of one bucket: a launch, and before it the copies of weights that are brought."""
 
-    def __init__(self, plan: MergePlan, copied: Copies, staging: Staging) -> None:
+    def __init__(self, plan: Plan, copied: Copies, staging: Staging) -> None:
         self._plan, self._copied, self._staging = plan, copied, staging
 
     def hold(self, memory: Tensor | None, storages: Storages) -> bool:
-        """As `Copies.hold`."""
+        """See `Copies.hold`."""
         return self._copied.hold(memory, storages)
 
     def release(self) -> None:
@@ -509,7 +485,7 @@ class _BucketPlan:
         self._copied.release()
 
     def run(self, run: Mapping[str, Any]) -> bool | None:
-        """As `Plan.run`."""
+        """See `Plan.run`."""
         self._staging.bring(self._copied)
         return self._plan.run(**run)
 

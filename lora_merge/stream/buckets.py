@@ -62,7 +62,7 @@ class Slot:
         return self.start, self.shape
 
     def view(self, data: Tensor) -> Tensor:
-        """What lies there, as a view of its bucket's `data` (uint8, 1-D)."""
+        """Return what lies there, as a view of its bucket's `data` (uint8, 1-D)."""
         return data[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
@@ -81,7 +81,7 @@ class Bucket:
     data: Tensor
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """`(name, tensor)` views of `data`."""
+        """Yield `(name, tensor)` views of `data`."""
         return ((slot.name, slot.view(self.data)) for slot in self.slots)
 
 
@@ -96,7 +96,8 @@ def check_bucket_bytes(bucket_bytes: Any) -> None:
 
 
 def lay_out(metas: Sequence[Meta], bucket_bytes: int) -> Table:
-    """Slots for a stream, in its order: a new bucket begins where the next tensor does not fit into `bucket_bytes`.
+    """Lay out slots for a stream, in its order: a new bucket begins where the next tensor does not fit into
+    `bucket_bytes`.
 
     A tensor larger than `bucket_bytes` gets a bucket of its own, as large as it needs to be.
     """
@@ -121,7 +122,8 @@ def _slot(meta: Meta, box: Box, offset: int) -> Slot:
 def lay_out_parts(
     boxes: Sequence[Sequence[tuple[Meta, Box]]], bucket_bytes: int
 ) -> tuple[Table, tuple[tuple[int, ...], ...]]:
-    """Slots for a stream whose tensors lie in boxes on several ranks: a bucket is one part a rank, side by side.
+    """Lay out slots for a stream whose tensors lie in boxes on several ranks: a bucket is one part a rank, side by
+    side.
 
     Every rank fills its own parts in its own order, each `bucket_bytes` / ranks; so parts are as even as what the
     ranks hold. A box that is larger than a part is cut into several slots.
@@ -150,7 +152,7 @@ def lay_out_parts(
 
 
 def _parts(boxes: Sequence[tuple[Meta, Box]], room: int) -> list[tuple[Slot, ...]]:
-    """One rank's slots, in parts of up to `room` bytes."""
+    """Return one rank's slots, in parts of up to `room` bytes."""
     parts: list[list[Slot]] = [[]]
     end = 0
     rest = list(reversed(boxes))
@@ -181,7 +183,7 @@ def _parts(boxes: Sequence[tuple[Meta, Box]], room: int) -> list[tuple[Slot, ...
 
 
 def batched(items: Sequence[_T], nbytes: Sequence[int], most: int) -> Iterator[list[_T]]:
-    """Runs of items of up to `most` bytes together, at least one each."""
+    """Yield runs of items of up to `most` bytes together, at least one each."""
     batch: list[_T] = []
     size = 0
     for item, n in zip(items, nbytes, strict=True):
@@ -195,12 +197,13 @@ def batched(items: Sequence[_T], nbytes: Sequence[int], most: int) -> Iterator[l
 
 
 def extent(slots: Sequence[Slot]) -> int:
-    """Bytes of one bucket, the last slot padded to the alignment."""
+    """Return the bytes of one bucket, the last slot padded to the alignment."""
     return max((-(-(slot.offset + slot.nbytes) // ALIGNMENT) * ALIGNMENT for slot in slots), default=0)
 
 
 def to_json(table: Table) -> list[Any]:
-    """The table as JSON values: for each bucket a list of `[name, dtype, shape, offset, bytes, start, whole]`."""
+    """Return the table as JSON values: for each bucket a list of `[name, dtype, shape, offset, bytes, start,
+    whole]`."""
     return [
         [[s.name, dtype_name(s.dtype), list(s.shape), s.offset, s.nbytes, list(s.start), list(s.whole)] for s in slots]
         for slots in table
@@ -208,12 +211,12 @@ def to_json(table: Table) -> list[Any]:
 
 
 def digest_of(table: Table) -> str:
-    """Hex digest that names a table."""
+    """Return the hex digest that names a table."""
     return hashlib.blake2b(repr(to_json(table)).encode(), digest_size=16).hexdigest()
 
 
 def contents_of(table: Table) -> str:
-    """Hex digest that names what is in a table, wherever it lies there."""
+    """Return the hex digest that names what is in a table, wherever it lies there."""
     known = sorted((m.name, dtype_name(m.dtype), m.shape) for m in metas(table).values())
     return hashlib.blake2b(repr(known).encode(), digest_size=16).hexdigest()
 
@@ -249,7 +252,7 @@ def from_json(value: Any) -> Table:
 
 
 def metas(table: Table) -> dict[str, Meta]:
-    """The whole tensors of a table, by name, in the order in which they begin."""
+    """Return the whole tensors of a table, by name, in the order in which they begin."""
     return {slot.name: Meta(slot.name, slot.dtype, slot.whole) for slots in table for slot in slots}
 
 
@@ -265,8 +268,8 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def checksum(tensor: Tensor, start: Sequence[int] | None = None, whole: Sequence[int] | None = None) -> int:
-    """63-bit checksum of a tensor's bits, the same on every device: a sum over its elements, each multiplied by an odd
-    number that depends on its place, so that order counts. Those of the boxes of a tensor add up to its own
+    """Return a 63-bit checksum of a tensor's bits, the same on every device: a sum over its elements, each multiplied
+    by an odd number that depends on its place, so that order counts. Those of the boxes of a tensor add up to its own
     (`combined`).
 
     Args:
@@ -278,7 +281,7 @@ def checksum(tensor: Tensor, start: Sequence[int] | None = None, whole: Sequence
 
 
 def combined(sums: Iterable[int]) -> int:
-    """The checksum of a tensor from those of its boxes."""
+    """Return the checksum of a tensor from those of its boxes."""
     return sum(sums) & _MASK
 
 

@@ -32,7 +32,7 @@ class DirectTargets:
     together: Sequence[frozenset[str]] = ()
 
     def on(self, device: torch.device) -> frozenset[str]:
-        """Names of the tensors of which all lies on a device."""
+        """Return the names of the tensors of which all lies on a device."""
         if device not in self._on:
             here = (name for name, found in self.views.items() if all(view.device == device for _, view in found))
             self._on[device] = frozenset(here)
@@ -64,13 +64,13 @@ class Sent(Protocol):
         """Of the buckets that not all workers take: which ones do, by replica, and by position in it."""
 
     def alone(self, index: int) -> bool:
-        """Whether a rank can fill this bucket without the others, those before being filled."""
+        """Return True if a rank can fill this bucket without the others, those before being filled."""
 
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
         """Write bucket `index` into `buffer`, on the current stream. `run` are arguments of `Plan.run`."""
 
     def direct_buckets(self, names: Container[str]) -> frozenset[int]:
-        """The buckets that `write_direct` can serve where an engine has places for these tensors."""
+        """Return the buckets that `write_direct` can serve where an engine has places for these tensors."""
 
     def write_direct(self, index: int, targets: DirectTargets, run: Mapping[str, Any]) -> None:
         """Write bucket `index` straight to `targets`, on the current stream; where several ranks fill, each writes what

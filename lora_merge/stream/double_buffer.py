@@ -75,5 +75,6 @@ class DoubleBuffer:
             self.stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def filling(self) -> AbstractContextManager[Any]:
-        """Context in which fills are enqueued: their stream, and its device, as this may run in a thread of its own."""
+        """Return the context in which fills are enqueued: their stream, and its device, as this may run in a thread of
+        its own."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)

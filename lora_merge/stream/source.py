@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
+from ..kernels.ranges import Made
 from ..models.conversion import Conversion
+from ..models.delta import Delta
 from ..models.part import Part
+from ..shards import Box, cut
 from ..shards.ranks import Ranks
 from .buckets import Meta
 from .window import Window
@@ -54,9 +59,9 @@ class LazyParts(Mapping[str, Part]):
         return len(self._all())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Source:
-    """What a stream is made from, read off a live model.
+    """What a stream is made from, read off a live model for one pass, which holds it.
 
     Args:
         parts: by name, in the same order on every rank.
@@ -80,3 +85,36 @@ class Source:
     merging: Ranks
     device: torch.device
     conversion: Conversion
+
+    @cached_property
+    def storages(self) -> Mapping[int, torch.UntypedStorage]:
+        """The memory of the model by address."""
+        return {storage.data_ptr(): storage for storage in self.held}
+
+    def views(self, entry: Entry, box: Box) -> list[tuple[tuple[int, ...], Box, Tensor]]:
+        """Return the live parameter's views that make up a box of a tensor of the stream; see `Shard.views`."""
+        assert entry.window is not None
+        views = self.parts[entry.sources[0]].shard.views(entry.window.outer(box))
+        assert sum(view.numel() for _, _, view in views) == prod(box[1]), entry.meta.name
+        return views
+
+    def rectangles(
+        self, entries: Mapping[str, Entry], targets: Iterable[tuple[str, Box, Tensor, int]]
+    ) -> Iterator[tuple[str, Delta | None, tuple[int, ...], Tensor, Tensor, int]]:
+        """Yield what is merged from where to where: name, delta, start in the whole parameter, base, result, bucket.
+
+        Args:
+            entries: of the stream, by name.
+            targets: boxes of its tensors, where they go, and the bucket that each is in.
+        """
+        for name, box, target, turn in targets:
+            entry = entries[name]
+            assert entry.window is not None
+            delta, unfolded = self.parts[entry.sources[0]].delta, entry.window.unfold(target)
+            for start, inner, view in self.views(entry, box):
+                yield name, delta, start, view, cut(unfolded, inner), turn
+
+    def made(self, entries: Mapping[str, Entry], targets: Iterable[tuple[str, Box, Tensor, int]]) -> Iterator[Made]:
+        """Yield what was merged of what; arguments as of `rectangles`."""
+        for name, delta, _, view, result, _ in self.rectangles(entries, targets):
+            yield Made(name, view, result, delta is not None and delta.magnitude is not None)

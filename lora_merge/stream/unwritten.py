@@ -32,7 +32,7 @@ class Unwritten:
 
     def __init__(self, source: Source, layers: Sequence[int]) -> None:
         self._tensors, self._modules = source.counted, source.modules
-        # A filler that has let go of the model runs plans that are made: an update's second pass, say.
+        # A writer that has let go of the model runs plans that are made: an update's second pass, say.
         self._layers = [source.modules[at] for at in layers] if source.modules else []
         try:
             self._versions = list(map(_version, self._tensors))
@@ -53,7 +53,7 @@ class Unwritten:
             raise InvalidInput(f"PEFT merged adapters while the model was streamed: {error}. {_ADVICE}") from error
 
     def _names(self, tensors: Sequence[Tensor]) -> str:
-        """Of some of the tensors, where the model has them under names."""
+        """Return the names of some of the tensors, where the model has them under names."""
         ids = set(map(id, tensors))
         named = [name for module in self._modules[:1] for name, tensor in _everything(module) if id(tensor) in ids]
         if not named:
@@ -70,7 +70,8 @@ _ADVICE = (
 
 @contextmanager
 def unwritten(source: Source, layers: Sequence[int], alone: bool) -> Iterator[None]:
-    """For one pass that ends by itself: `Unwritten` at its end, where no other rank has to hear of it."""
+    """Check, at the end of a pass that ends by itself, that it is `Unwritten`, where no other rank has to hear of
+    it."""
     read = Unwritten(source, layers) if alone else None
     yield
     if read is not None:
@@ -78,7 +79,7 @@ def unwritten(source: Source, layers: Sequence[int], alone: bool) -> Iterator[No
 
 
 def layers_of(source: Source) -> list[int]:
-    """The numbers of PEFT's layers among the modules: the same as long as the key of the reading is."""
+    """Return the numbers of PEFT's layers among the modules: the same as long as the key of the reading is."""
     return [at for at, module in enumerate(source.modules) if "merged_adapters" in vars(module)]
 
 

@@ -5,9 +5,11 @@ The training weights are read and never written. One launch fills a bucket, merg
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from ..shards.exchange import check_strategy
 from ..shards.ranks import noted
 from .bucket_writer import BucketWriter
 from .buckets import BUCKET_BYTES, Bucket, Meta, Table, check_bucket_bytes, extent, lay_out, metas
+from .description import describe
 from .source import Entry, LazyParts, Source
 from .window import window_of
 
@@ -54,6 +57,8 @@ class MergedWeights:
 
     Sharded models (FSDP2, FSDP1, ZeRO-3, Megatron): iterate on every rank, to the end; every method is collective. Each
     rank merges what it holds, and sees every tensor whole. Tensors come in the order in which they become whole.
+
+    Several threads may iterate at once, each over a pass of its own; over a sharded model one thread.
 
     Args:
         model: any module, with or without PEFT adapters and wrappers, all weights on one device; or the list of chunks
@@ -110,7 +115,9 @@ class MergedWeights:
         """dtypes of single tensors, by name, before `dtype`."""
         self.left_out: frozenset[str] = frozenset()
         """Names of tensors that are not streamed, for engines that hold no such part of the model."""
-        self._passes = 0
+        self._passes = count(1)
+        self._opening = threading.RLock()
+        """One thread at a time reads the model: under `adapter_names` that changes which adapters act."""
         self._writers: dict[bool, BucketWriter] = {}
         self._known: tuple[Any, torch.device, Conversion] | None = None
         """The key of the last reading, and what is kept of it."""
@@ -124,8 +131,8 @@ class MergedWeights:
         Raises:
             LoraMergeError: as iteration.
         """
-        writer = self.bucket_writer(whole=True)
-        with writer.passing():
+        writer, source = self._open(whole=True)
+        with writer.passing(source):
             if writer.ranks.alone:
                 return [entry.meta for entry in writer.entries.values()]
             return [Meta(slot.name, slot.dtype, slot.whole) for slots in _completed(writer.table) for slot in slots]
@@ -138,13 +145,21 @@ class MergedWeights:
         """Return True without reading the model: a stream is never empty in the sense of `if`."""
         return True
 
-    @outside_inference_mode
     def bucket_writer(self, *, whole: bool = False) -> BucketWriter:
-        """The stream as it stands now: laid out, with plans that are kept as long as the model's tensors stay.
+        """Return the stream as it is now: laid out, with plans that are kept as long as the model's tensors stay.
 
         Args:
             whole: no tensor is cut, where the model is not sharded.
         """
+        return self._open(whole=whole)[0]
+
+    @outside_inference_mode
+    def _open(self, *, whole: bool = False) -> tuple[BucketWriter, Source]:
+        """Return `bucket_writer`, and what it was read from, for one pass."""
+        with self._opening:
+            return self._read_writer(whole)
+
+    def _read_writer(self, whole: bool) -> tuple[BucketWriter, Source]:
         with chosen(self.model, self.adapter_names):
             model = live(self.model)  # which looks at it already
         whole = whole and model.ranks.alone
@@ -164,11 +179,10 @@ class MergedWeights:
                 known = BucketWriter(source, entries, key, self.bucket_bytes, lines, whole=whole, unshard=unshard)
             self._writers[whole] = known
         assert known is not None
-        known.adopt(source)
-        return known
+        return known, known.adopt(source)
 
     def buckets(self, *, seed: int | None = None) -> Iterator[Bucket]:
-        """The stream as filled buckets of whole tensors, for a sender that ships buckets.
+        """Yield the stream as filled buckets of whole tensors, for a sender that ships buckets.
 
             for bucket in weights.buckets():
                 send([(slot.name, slot.dtype, slot.shape, slot.offset) for slot in bucket.slots], bucket.data)
@@ -186,9 +200,9 @@ class MergedWeights:
         Raises:
             LoraMergeError: as iteration.
         """
-        writer, run = self.bucket_writer(whole=True), self._run(seed)
-        with writer.buffers() as buffers:
-            filled = writer.filled(buffers, run)
+        (writer, source), run = self._open(whole=True), self._run(seed)
+        with writer.buffers(source) as buffers:
+            filled = writer.filled(buffers, run, source)
             if not writer.ranks.alone:
                 yield from _assembled(writer.table, filled)
                 return
@@ -196,13 +210,13 @@ class MergedWeights:
                 yield Bucket(index, writer.table[index], data[: extent(writer.table[index])])
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        writer, run = self.bucket_writer(whole=True), self._run(None)
-        with writer.buffers() as buffers:
+        (writer, source), run = self._open(whole=True), self._run(None)
+        with writer.buffers(source) as buffers:
             if not writer.ranks.alone:
-                for bucket in _assembled(writer.table, writer.filled(buffers, run)):
+                for bucket in _assembled(writer.table, writer.filled(buffers, run, source)):
                     yield from bucket.tensors()
                 return
-            with closing(writer.handed(buffers, run)) as handed:
+            with closing(writer.handed(buffers, run, source)) as handed:
                 for index, buffer, fill_next in handed:
                     data = writer.lend(buffer)
                     del buffer
@@ -213,7 +227,7 @@ class MergedWeights:
 
     def release(self) -> None:
         """Free what is kept of the model between passes, unless a pass is under way; the next pass builds it again."""
-        for writer in self._writers.values():
+        for writer in list(self._writers.values()):
             writer.release()
 
     def describe(self) -> str:
@@ -224,19 +238,19 @@ class MergedWeights:
         Raises:
             LoraMergeError: as iteration.
         """
-        writer = self.bucket_writer()
-        with writer.passing():
-            return writer.describe()
+        writer, source = self._open()
+        with writer.passing(source):
+            return describe(writer, source)
 
     def _run(self, seed: int | None) -> dict[str, Any]:
-        self._passes += 1
+        number = next(self._passes)
         if self.rounding == "nearest":
             return {"rounding": "nearest"}
-        return {"rounding": "stochastic", "seed": self._passes if seed is None else seed}
+        return {"rounding": "stochastic", "seed": number if seed is None else seed}
 
     def _read(self, model: Live) -> tuple[Source, Any]:
-        """What the stream is made from, and a key that changes whenever a plan made from it would be wrong: all that
-        reading depends on. So the parts are read for a new key, and then for whoever asks for them."""
+        """Return what the stream is made from, and a key of all that reading depends on: it changes whenever a plan
+        would be wrong. Parts are read for a new key, and else for whoever asks for them."""
         with chosen(self.model, self.adapter_names), Look() as left:
             snapshot = model.snapshot(adapters=self.adapters)
             key = (snapshot.facts, self.keep_tied, tuple(self.dtypes.items()), self.left_out)
@@ -268,7 +282,7 @@ class MergedWeights:
         return Source(parts, *seen, held, model.ranks, model.merging, device, conversion), key
 
     def _read_again(self, snapshot: Snapshot) -> Mapping[str, Part]:
-        with chosen(self.model, self.adapter_names), Look() as left:
+        with self._opening, chosen(self.model, self.adapter_names), Look() as left:
             model = live(self.model)
             now = model.snapshot(adapters=self.adapters)
             if now.facts != snapshot.facts:
@@ -312,7 +326,7 @@ def _line(entry: Entry, parts: Mapping[str, Part]) -> str:
 
 
 def _completed(table: Table) -> list[tuple[Any, ...]]:
-    """For each bucket the whole tensors that it completes, laid out in a buffer of their own."""
+    """Return for each bucket the whole tensors that it completes, laid out in a buffer of their own."""
     last = {slot.name: index for index, slots in enumerate(table) for slot in slots}
     groups: list[list[Meta]] = [[] for _ in table]
     for meta in metas(table).values():
@@ -321,7 +335,7 @@ def _completed(table: Table) -> list[tuple[Any, ...]]:
 
 
 def _assembled(table: Table, filled: Iterator[tuple[int, Tensor]]) -> Iterator[Bucket]:
-    """Buckets of whole tensors out of buckets of boxes."""
+    """Yield buckets of whole tensors out of buckets of boxes."""
     groups = _completed(table)
     where = {slot.name: (index, slot) for index, slots in enumerate(groups) for slot in slots}
     begun: dict[int, Tensor] = {}

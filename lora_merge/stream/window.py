@@ -28,12 +28,12 @@ class Window:
         return self.start, self.size
 
     def inner(self, box: Box) -> Box:
-        """A box of the tensor, inside of the window, in coordinates of the view."""
+        """Return a box of the tensor, inside of the window, in coordinates of the view."""
         start = tuple(0 if d is None else box[0][d] - self.start[d] for d in self.dims)
         return start, tuple(1 if d is None else box[1][d] for d in self.dims)
 
     def outer(self, box: Box) -> Box:
-        """A box of the view in coordinates of the tensor."""
+        """Return a box of the view in coordinates of the tensor."""
         start, size = list(self.start), [1] * len(self.start)
         for dim, first, count in zip(self.dims, *box, strict=True):
             if dim is not None:
@@ -41,7 +41,7 @@ class Window:
         return tuple(start), tuple(size)
 
     def unfold(self, view: Tensor) -> Tensor:
-        """Something laid out as (a box of) the view, with the dimensions of the tensor."""
+        """Return something laid out as (a box of) the view, with the dimensions of the tensor."""
         for h in reversed([h for h, d in enumerate(self.dims) if d is None]):
             view = view.select(h, 0)
         dims = [d for d in self.dims if d is not None]
@@ -52,7 +52,7 @@ class Window:
         return view
 
     def fold(self, tensor: Tensor) -> Tensor:
-        """The inverse of `unfold`."""
+        """Undo `unfold`."""
         dims = [d for d in self.dims if d is not None]
         for d in reversed(range(len(self.start))):
             if d not in dims:
@@ -68,7 +68,8 @@ class Window:
 def window_of(
     view: tuple[int, Sequence[int], Sequence[int]], shape: Sequence[int], stride: Sequence[int]
 ) -> Window | None:
-    """The window of a view `(offset, shape, stride)` of a tensor of this shape and stride; None where it is no box."""
+    """Return the window of a view `(offset, shape, stride)` of a tensor of this shape and stride; None where it is no
+    box."""
     offset, sizes, steps = view
     same = offset == 0 and tuple(sizes) == tuple(shape)
     if same and all(n == 1 or a == b for n, a, b in zip(sizes, steps, stride, strict=True)):

@@ -22,11 +22,12 @@ from torch import Tensor, nn
 
 from lora_merge.engine.control.base import Control
 from lora_merge.engine.fingerprint import Sampler, facts
+from lora_merge.engine.lease import SILENT_S, lease_of, under_way
 from lora_merge.engine.push import heartbeat
 from lora_merge.engine.push.sequence import EngineSequence
 from lora_merge.engine.transport.liveness import born, host_id
 from lora_merge.engine.vllm.core import lora_merge_calls
-from lora_merge.engine.worker.lease import SILENT_S, Lease, LeaseLost, Stepped, lease_of, under_way
+from lora_merge.engine.worker.lease import Lease, LeaseLost, Stepped
 from lora_merge.engine.worker.modules import Modules
 from tests.models.test_steady import python_calls
 
@@ -311,7 +312,7 @@ def test_engines_elsewhere_hear_that_a_trainer_lives(monkeypatch: pytest.MonkeyP
             beats.begin([called, awaited, near])
         for far in (called, awaited):
             for _ in range(3):
-                assert await asyncio.to_thread(far.heard.get, timeout=10) == "claimed"
+                assert await asyncio.to_thread(far.heard.get, timeout=10) == "renew_lease"
         await beats.end()
         for far in (called, awaited):
             while not far.heard.empty():

@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from workers import hello, worker
 
 from lora_merge import PushFailed, PushRefused
 from lora_merge.engine.configs import computing, differences
 from lora_merge.engine.control.base import Control
 from lora_merge.engine.control.calls import drive, side_by_side, together, while_alive
+from lora_merge.engine.messages import DryRunAnswer, SharedExperts
 from lora_merge.engine.push.channels import Trainer
 from lora_merge.engine.push.evaluation import evaluate
+from lora_merge.engine.push.introduction import hello as introduce
 from lora_merge.engine.push.replica import Replica, check_apart, check_whole, engines_of, fail_together, failure
 from lora_merge.engine.state import State, change
 from lora_merge.shards.ranks import Ranks
@@ -26,18 +29,19 @@ BF16, FP32 = torch.bfloat16, torch.float32
 STREAM = {name: Meta(name, BF16, (2, 2)) for name in ("a", "b", "c")}
 
 
-def found(dtype: str = "bfloat16", taken: str = "abc", **more: Any) -> dict[str, Any]:
-    return {
+def found(dtype: str = "bfloat16", taken: str = "abc", **more: Any) -> DryRunAnswer:
+    answer: dict[str, Any] = {
         "refused": {},
         "ignored": [name for name in STREAM if name not in taken],
         "absent": [],
         "missing": [],
         "partial": {},
         "dtypes": dict.fromkeys(taken, dtype),
-    } | more
+    }
+    return DryRunAnswer.read(answer | more)
 
 
-CASES: dict[str, tuple[Mapping[str, Sequence[Mapping[str, Any]]], list[str], set[str], set[torch.dtype]]] = {
+CASES: dict[str, tuple[Mapping[str, Sequence[DryRunAnswer]], list[str], set[str], set[torch.dtype]]] = {
     "all fits": ({"engine 0": [found(), found()]}, [], set(), {BF16}),
     "engines round to their dtype": ({"engine 0": [found("float32")]}, [], set(), {FP32}),
     "stages share a model": ({"engine 0": [found(taken="ab"), found(taken="c")]}, [], set(), {BF16}),
@@ -74,8 +78,7 @@ def test_judge(case: str) -> None:
 
 
 def replica(index: int, ranks: Sequence[int], world: int, control: Control | None = None) -> Replica:
-    workers = [{"rank": r, "world": world, "launcher": world != len(ranks), "state": State().to_json()} for r in ranks]
-    return Replica(index, control, workers)
+    return Replica(index, control, [worker(rank=r, world=world, launcher=world != len(ranks)) for r in ranks])
 
 
 def test_handles_of_one_engine_belong_together() -> None:
@@ -93,7 +96,7 @@ def test_handles_of_one_engine_belong_together() -> None:
 def sharing(index: int, name: str, engines: int) -> Replica:
     """A data-parallel engine that computes its experts together with others."""
     one = replica(index, (0,), 1)
-    one.workers[0]["shares"] = {"name": name, "engines": engines}
+    one.workers[0].shares = SharedExperts(name, engines)
     return one
 
 
@@ -142,10 +145,25 @@ def test_of_an_engine_that_has_died_nothing_is_claimed() -> None:
 def test_one_engine_under_two_handles() -> None:
     replicas = [replica(i, (0,), 1) for i in range(3)]
     for one, name in zip(replicas, "aba", strict=True):
-        one.workers[0] |= {"name": name, "pid": 7, "host": "here/1"}
+        one.workers[0].name = name
     check_apart(replicas[:2])
     with pytest.raises(PushRefused, match=r"engine 2 is engine 0 under another handle \(process 7 on here\)"):
         check_apart(replicas)
+
+
+def test_what_a_worker_does_not_say_is_told_by_name() -> None:
+    """An older lora_merge runs with the engine, or a newer one."""
+    assert worker(newer="ignored", state=State("merged", 3).to_json() | {"newer": 1}).state == State("merged", 3)
+
+    class Older(Control):
+        async def rpc(self, op: str, **message: Any) -> list[dict[str, Any]]:
+            older = hello(rank=1)
+            del older["served"]
+            return [hello(), older]
+
+    match = r"engine 0: worker 1 does not say 'served': the lora_merge where the engine runs is another one"
+    with pytest.raises(PushRefused, match=match):
+        drive(introduce(Trainer([Older(object())], Ranks())))
 
 
 class Slow(Control):
@@ -246,7 +264,7 @@ def test_a_call_that_is_interrupted_comes_before_the_next_one() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "lora_merge.engine.control.calls.Look.__call__", lambda self: (_ for _ in ()).throw(KeyboardInterrupt)
+            "lora_merge.engine.control.calls.Liveness.__call__", lambda self: (_ for _ in ()).throw(KeyboardInterrupt)
         )
         with pytest.raises(KeyboardInterrupt):
             while_alive(slow, [])

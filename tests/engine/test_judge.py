@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from lora_merge.engine.push.evaluation import ANOTHER_SIZE, evaluate_engine
+from lora_merge.engine.messages import ANOTHER_SIZE, DryRunAnswer
+from lora_merge.engine.push.evaluation import evaluate_engine
 
 TIES = {"lm_head.weight": "embed.weight"}
 
 
-def worker(**said: Any) -> dict[str, Any]:
-    return {"refused": {}, "ignored": [], "absent": [], "missing": []} | said
+def worker(**said: Any) -> DryRunAnswer:
+    nothing = {"refused": {}, "ignored": [], "absent": [], "missing": [], "partial": {}, "dtypes": {}}
+    return DryRunAnswer.read(nothing | said)
 
 
 def test_a_tied_name_that_the_engine_does_not_know_is_left_out() -> None:

@@ -11,13 +11,13 @@ import pytest
 import torch
 from processes import spawn
 from torch.distributed.fsdp import fully_shard
+from workers import worker
 
 from lora_merge import MergedWeights, UnsupportedAdapter
 from lora_merge.engine.control.calls import drive
 from lora_merge.engine.push.channels import Trainer
 from lora_merge.engine.push.planner import PushPlanner
 from lora_merge.engine.push.replica import Replica, SyncReport
-from lora_merge.engine.state import State
 from lora_merge.shards.ranks import Ranks
 
 
@@ -64,11 +64,10 @@ def out_of_memory_on_one(rank: int) -> None:
             raise torch.OutOfMemoryError("injected")
         return empty(*args, **options)
 
-    worker = {"host": "elsewhere", "pid": 1, "device": "cpu", "rank": 0, "world": 1, "state": State().to_json()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", short)
         with pytest.raises(Exception, match="injected"):
-            drive(passes([Replica(0, None, [worker | {"shares": None}])], SyncReport(1, "merged"), False, None))
+            drive(passes([Replica(0, None, [worker(host="elsewhere")])], SyncReport(1, "merged"), False, None))
     assert fitted == [passes._base], "a rank went on alone"
     assert torch.distributed.is_initialized()
     torch.distributed.barrier()

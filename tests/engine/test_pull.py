@@ -362,7 +362,7 @@ def test_memory_of_a_trainer_that_died_is_let_go_of(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(side, "_WATCH_S", 0.01)
     here: Any = WorkerSession.__new__(WorkerSession)
     here.pulls, here.lease, here.puller = {}, SimpleNamespace(owner="x"), ""
-    here.pulling = threading.RLock()
+    here.pull_lock = threading.RLock()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         pulled: Any = PullTarget.__new__(PullTarget)
         pulled._made, pulled._views, pulled._read, pulled._mapped = None, {}, {}, []
@@ -370,7 +370,7 @@ def test_memory_of_a_trainer_that_died_is_let_go_of(monkeypatch: pytest.MonkeyPa
         here.keep_pull("d", pulled)
         time.sleep(0.1)
         assert here.pulls == {"d": pulled}
-        with here.pulling:
+        with here.pull_lock:
             process.kill()
             process.wait()
             time.sleep(0.1)

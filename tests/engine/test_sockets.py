@@ -25,10 +25,17 @@ from lora_merge.engine.transport.memory import shared_path
 from lora_merge.engine.transport.receiver import Receiver
 from lora_merge.engine.transport.sender import Sender
 from lora_merge.engine.transport.tcp_link import Frame, Kind
+from lora_merge.engine.transport.tcp_receiver import TcpReceiver
 from tests.engine.test_transport import ALL, CPU, NBYTES, SIZES, SOON_S, Counting, Workers, die, own_address, processes
 
 PLACES = [(0, 0), (0, 1), (0, 2), (1, 0)]
 HOSTS = {(0, 0): "a", (0, 1): "a", (0, 2): "b", (1, 0): "a"}
+
+
+def tcp(ours: Sender) -> outbox.TcpSender:
+    end = ours.ends["tcp"]
+    assert isinstance(end, outbox.TcpSender)
+    return end
 
 
 @pytest.fixture(autouse=True)
@@ -113,9 +120,8 @@ def test_a_bucket_crosses_once_a_host() -> None:
         ours.begin(source := Counting())
         workers.call({0, 1})
         ours.serve(source, {}, workers.gone)
-        assert ours.outbox is not None
         assert not files & shared(), "a crash leaves nothing behind"
-        assert ours.outbox.nbytes == turn * 3 * sum(SIZES.values())
+        assert tcp(ours).nbytes == turn * 3 * sum(SIZES.values())
     assert workers.wait() == dict.fromkeys(PLACES, ALL * 2)
     ours.close()
 
@@ -484,12 +490,12 @@ def test_the_kernel_watches_both_ends() -> None:
     ours = one()
     worker = Taking(ours.channel(0, 0))
     ours.connect()
-    assert ours.outbox is not None
-    ends = [member.link for member in ours.outbox._members.values()]
+    ends = [member.link for member in tcp(ours)._members.values()]
     while worker.receiver is None:
         time.sleep(0.01)
-    assert worker.receiver._inbox is not None
-    for link in (*ends, worker.receiver._inbox._link):
+    inbox = worker.receiver.end
+    assert isinstance(inbox, TcpReceiver)
+    for link in (*ends, inbox._link):
         assert link is not None
         option = link._socket.getsockopt
         assert option(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * links.SILENT_S
@@ -536,4 +542,4 @@ def test_a_large_bucket_is_digested_in_pieces() -> None:
     assert torch.equal(data, into)
     left.close()
     with pytest.raises(TransferAborted):
-        right.look()
+        right.check()

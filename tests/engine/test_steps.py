@@ -8,24 +8,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from workers import worker
 
 from lora_merge import PushFailed, PushRefused
 from lora_merge.engine.control.base import Call, Control, Moved, NotOurs, WorkerFailed
 from lora_merge.engine.control.calls import EngineGone, drive
-from lora_merge.engine.push.planner import LocalOp, Transfer
+from lora_merge.engine.payload.base import LocalOp
+from lora_merge.engine.push.planner import Transfer
 from lora_merge.engine.push.replica import Replica, failure
 from lora_merge.engine.push.sequence import EngineSequence
 from lora_merge.engine.state import State
-from lora_merge.engine.transport.routing import Route
 from lora_merge.engine.vllm.control import RayControl
 
 NEW = State("merged", 7, trainer="mine")
 READ = LocalOp("read", {}, writes=True)
-DONE = Transfer(NEW, READ, [], Route(frozenset(), ()))
-UPDATE = Transfer(NEW, READ, [], Route(frozenset(), ()), merges=True)
+DONE = Transfer(NEW, READ, [])
+UPDATE = Transfer(NEW, LocalOp("read", {}, writes=True, merges=True), [])
 STEADY = ["stands", "note_pause", "pause", "read", "reset_prefix_cache", "label", "name_adapter", "commit", "resume"]
 PULLED = [*STEADY, "end"]
-WRITTEN = [["stands", "note_pause", "pause", "start"], ["reset_prefix_cache", "label", "name_adapter"]]
+WRITTEN = [["stands", "note_pause", "pause", "begin_full"], ["reset_prefix_cache", "label", "name_adapter"]]
 MERGED = ["merge", "label", "name_adapter", "resume", "end"]
 
 
@@ -106,9 +107,7 @@ class Actor(Engine):
 
 
 def replica(engine: Engine, **more: Any) -> Replica:
-    known = {"connector": False, "multimodal": False, "paused": False, "served": "merged", "shares": None}
-    worker = {"rank": 0, "world": 1, "launcher": False, "state": State("merged", 6).to_json(), **known, **more}
-    return Replica(0, engine, [worker])
+    return Replica(0, engine, [worker(**{"state": State("merged", 6).to_json(), **more})])
 
 
 def push(one: Replica, steps: EngineSequence, *, written: bool = False, merges: bool = False, ends: bool = True) -> str:
@@ -117,11 +116,11 @@ def push(one: Replica, steps: EngineSequence, *, written: bool = False, merges: 
     async def go() -> None:
         await steps.pause(one, "merged")
         if written:
-            await steps.make(one, [steps.make_call("start")], begins=True)
+            await steps.make(one, [steps.make_call("begin_full")], begins=True)
             await steps.settle(one, DONE, None, name="v", begins=True, commits=False, ends=False)
             await steps.finish(one, DONE, name="v", ends=ends)
         elif merges:
-            told = steps.make_call("update")
+            told = steps.make_call("receive_update")
             await steps.settle(one, UPDATE, told, name="v", begins=False, commits=False, ends=False)
             await steps.finish(one, UPDATE, name="v", ends=ends)
         else:
@@ -153,7 +152,7 @@ def test_a_push_that_is_written_or_merged_there_takes_one_to_begin_and_one_to_en
     assert engine.messages == [*WRITTEN, ["commit", "resume", "end"]]
     one = replica(engine := Engine())
     assert not push(one, EngineSequence("mine", "keep"), merges=True)
-    assert engine.messages == [["stands", "note_pause", "pause", "update", "reset_prefix_cache"], MERGED]
+    assert engine.messages == [["stands", "note_pause", "pause", "receive_update", "reset_prefix_cache"], MERGED]
 
 
 @pytest.mark.parametrize("pause", ["wait", "abort"])
@@ -166,7 +165,7 @@ def test_requests_that_end_are_waited_for_in_a_message_of_its_own(pause: str) ->
 def test_what_does_not_go_on_by_itself_waits_for_the_others() -> None:
     one = replica(engine := Engine())
     assert not push(one, EngineSequence("mine", "keep"), ends=False)
-    assert engine.messages == [STEADY[:-1], ["claimed", "resume", "end"]]
+    assert engine.messages == [STEADY[:-1], ["renew_lease", "resume", "end"]]
 
 
 @pytest.mark.parametrize("shape", [{}, {"written": True}, {"merges": True}])
@@ -242,17 +241,17 @@ def test_each_call_fails(broken: str, ends: bool, late: bool) -> None:
 
 
 @pytest.mark.parametrize("ends", [True, False])
-@pytest.mark.parametrize("broken", ["claimed", "note_pause", "read", "commit"])
+@pytest.mark.parametrize("broken", ["renew_lease", "note_pause", "read", "commit"])
 def test_an_engine_that_another_trainer_holds_is_left_alone(broken: str, ends: bool) -> None:
     """It is that one's to resume, and neither as before nor dirty by this push."""
     one = replica(engine := Engine(broken))
     engine.refuses = NotOurs
-    assert bool(push(one, EngineSequence("mine", "keep"), ends=ends)) == (broken != "claimed" or not ends)
+    assert bool(push(one, EngineSequence("mine", "keep"), ends=ends)) == (broken != "renew_lease" or not ends)
     asked = [name for message in engine.messages for name in message]
     if one.error:
         assert asked[-1] == broken
         assert one.lost
-        assert one.begun == (broken in ("commit", "claimed")), "what was refused did nothing"
+        assert one.begun == (broken in ("commit", "renew_lease")), "what was refused did nothing"
         assert not one.resumed
         failed = failure([one])
         word = "is another trainer's by now" if one.begun else "was not changed by this push"
@@ -293,7 +292,7 @@ def test_data_parallel_engines_are_paused_before_their_work() -> None:
     """vLLM's come to a stop together: one whose pause is still to be said would be waited for."""
     one = replica(engine := Engine(), shares={"name": "a", "engines": 2})
     assert not push(one, EngineSequence("mine", "keep"), ends=False)
-    assert engine.messages == [STEADY[:3], STEADY[3:-1], ["claimed", "resume", "end"]]
+    assert engine.messages == [STEADY[:3], STEADY[3:-1], ["renew_lease", "resume", "end"]]
 
 
 @pytest.mark.parametrize("broken", PULLED)

@@ -205,7 +205,7 @@ def work(channel: dict[str, Any], device: str, transfers: int, at: int, how: str
             tell.send("open")
             sliced = tell.recv()
             if at < 0 and how:
-                {"breaks": receiver.left, "dies": die}[how]()
+                {"breaks": receiver.leave, "dies": die}[how]()
                 raise RuntimeError("consumer")
             sizes = SIZES if sliced is None else {index: SIZES[index] for index in sliced["sent"]}
             with closing(receiver.receive(sizes, apart=() if sliced is None else sliced["apart"])) as buckets:
@@ -273,6 +273,12 @@ class Workers:
         return self.said
 
 
+def groups(ours: Sender) -> dict[int, nccl.Group]:
+    end = ours.ends["nccl"]
+    assert isinstance(end, nccl.NcclSender)
+    return end.groups
+
+
 def channels(kind: str, device: str) -> dict[tuple[int, int], str]:
     """Two workers in one replica and one in another; on two GPUs there is room for one."""
     places = [(0, 0)] if (kind, device) == ("nccl", "cuda:1") else [(0, 0), (0, 1), (1, 0)]
@@ -333,14 +339,15 @@ def test_each_worker_gets_what_it_takes(kind: tuple[str, str, str], hosts: str, 
     ours.connect()
     for taking in (source, Counting(torch.device(here)), source):
         workers.wait()
-        before = 0 if ours.outbox is None else ours.outbox.nbytes
+        outbox: Any = ours.ends.get("tcp")
+        before = 0 if outbox is None else outbox.nbytes
         ours.begin(taking)
         workers.call({r for r, _ in places}, sliced=taking is source)
         ours.serve(taking, {}, workers.gone)
-        if ours.outbox is not None and hosts == "each":
+        if outbox is not None and hosts == "each":
             many = sum(len(what["own"]) for what in told.values()) if taking is source else len(ALL) * len(places)
             workers.wait()
-            assert ours.outbox.nbytes - before == many * SIZES[0]
+            assert outbox.nbytes - before == many * SIZES[0]
     # Nobody here takes the fifth bucket; filling the first one takes all ranks.
     assert source.filled == [index for index in ALL if recipients.get(index, places)] * 2
     assert workers.wait() == {place: told[place]["sent"] + ALL + told[place]["sent"] for place in places}
@@ -352,7 +359,7 @@ def test_sends_and_broadcasts_in_one_group(kind: tuple[str, str, str], monkeypat
     """Also where a group is too small for a bucket that not all of it take: every other one is sent by itself."""
     name, here, there = kind
     ours = sender(name, here, there)
-    hand, turns = nccl.Group.hand, dict.fromkeys(ours._groups.values(), 0)
+    hand, turns = nccl.Group.hand, dict.fromkeys(groups(ours).values(), 0)
 
     def handing(self: nccl.Group, data: Tensor, ranks: Sequence[int]) -> Any:
         turns[self] += 1
@@ -528,7 +535,7 @@ def test_workers_that_cannot_all_connect_do_not_wait(slow: str, monkeypatch: pyt
     leave = nccl.Group.leave
 
     def late(group: nccl.Group, reason: str) -> None:
-        if (group is ours._groups[0]) == (slow == "trainer"):
+        if (group is groups(ours)[0]) == (slow == "trainer"):
             time.sleep(0.2)
         leave(group, reason)
 

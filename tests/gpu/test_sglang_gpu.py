@@ -261,7 +261,7 @@ class TestDense:
         assert_bits(started, model, tmp_path)
         sync.close()
 
-    @pytest.mark.parametrize("where", ["hello", "start", "commit", "forget", "merge", "products"])
+    @pytest.mark.parametrize("where", ["hello", "begin_full", "commit", "flush_cache", "merge", "products"])
     def test_a_scheduler_fails(self, started: Any, where: str) -> None:
         """It lives on, and the next push heals it."""
         model = policy()

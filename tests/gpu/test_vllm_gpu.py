@@ -88,7 +88,7 @@ def test_experts(name: str, mode: str, tmp_path: Path) -> None:
             train(model, step)
             sync.push(verify=step == 1)
             assert_answers(ask(llm, sync.lora_request()), model)
-        examine = {"op": "examine", "digest": sync._weights.bucket_writer().digest}
+        examine = {"op": "dry_run", "digest": sync._weights.bucket_writer().digest}
         (worker,) = llm.collective_rpc("lora_merge", args=(json.dumps(examine),))
         assert mode == "adapter" or json.loads(worker)["reloaded"] == 0, "Triton's experts are filled where they are"
 

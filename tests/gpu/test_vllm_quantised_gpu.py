@@ -19,7 +19,7 @@ from engines import ask, engine, train
 from torch import Tensor, nn
 
 from lora_merge import Plan, Segment, VllmSync
-from lora_merge.engine.vllm.loading.fused import Fused
+from lora_merge.engine.vllm.loading.direct import DirectLayers
 from lora_merge.kernels.scaled.weights import Scaled
 from lora_merge.stream.direct_targets import DirectTargets
 from lora_merge.verify import coverage
@@ -252,7 +252,7 @@ def test_written_as_they_lie(quantization: str, build: Any, options: dict[str, A
                         assert {path.rpartition(".")[2] for path in found} <= left
                         assert_close(llm, one)
                 assert differing(llm, fresh) == []
-        place, Fused.targets = Fused.targets, lambda *_: DirectTargets({})  # type: ignore[method-assign]
+        place, DirectLayers.targets = DirectLayers.targets, lambda *_: DirectTargets({})  # type: ignore[method-assign]
         try:
             quantised.served(llm).__dict__.pop("_lora_merge", None)
             with closing(VllmSync(other, llm, bucket_bytes=BUCKET)) as sync, quantised.reloaded(llm) as found:
@@ -260,7 +260,7 @@ def test_written_as_they_lie(quantization: str, build: Any, options: dict[str, A
             assert found
             wanted = llm.collective_rpc("bits")
         finally:
-            Fused.targets = place  # type: ignore[method-assign]
+            DirectLayers.targets = place  # type: ignore[method-assign]
         if build is qwen3_moe:
             return  # vLLM's own reload has left the experts' kernel with scales of its own
         quantised.served(llm).__dict__.pop("_lora_merge", None)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers import LAYOUTS, make_segment
 
-from lora_merge.kernels import backend as kernels
+from lora_merge.kernels import backend
 from lora_merge.kernels.backend import idle
 from lora_merge.kernels.bindings import layout, native, operators
 from lora_merge.kernels.cuda import backend as cuda
@@ -39,7 +39,7 @@ from lora_merge.kernels.segments import (
     Segment,
     pack,
 )
-from lora_merge.kernels.tracked import one_pass as fused
+from lora_merge.kernels.tracked import one_pass
 from lora_merge.kernels.tracked.plan import TrackedPlan
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -311,8 +311,8 @@ def test_units_of_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.func.__name__ for one in tracked._launches] == ["track_cuda"] * 2 + ["track_hopper"] * 2
     for of in map(arguments, tracked._launches[2:]):
         tiles = [of[name] for name in ("strip_cols", "held", "stages", "max_rank")]
-        beside, ahead = cuda_tracked.TrackedHopper.beside_box, cuda_tracked.TrackedHopper.ahead
-        assert native.compiled.accepts_tiles(*tiles, cuda_table.planes(of["adapters"]), beside, ahead, 227 << 10)
+        extra, ahead = cuda_tracked.TrackedHopper.extra_box, cuda_tracked.TrackedHopper.ahead
+        assert native.compiled.accepts_tiles(*tiles, cuda_table.planes(of["adapters"]), extra, ahead, 227 << 10)
     first = dict(zip(tracked._names, np.concatenate(tracked._first).tolist(), strict=True))
     ends = [*sorted(first.values())[1:], tracked.units]
     for name, end in zip(sorted(first, key=first.__getitem__), ends, strict=True):
@@ -390,7 +390,7 @@ def test_the_same_bits(base: torch.dtype, adapters: torch.dtype, monkeypatch: py
     copies that ride along; as a kernel argument and as a table on the device."""
     device, could = torch.device("cuda", 0), cuda_hopper.Hopper.could_serve
     monkeypatch.setattr(cuda_repack, "WORTH", 0)
-    assert kernels.pick(device) is cuda
+    assert backend.pick(device) is cuda
 
     def results(segments: list[Segment], ours: bool, stochastic: bool, scale: bool) -> list[torch.Tensor]:
         monkeypatch.setattr(cuda_hopper.Hopper, "could_serve", could if ours else lambda *args: could(*args) & False)
@@ -454,7 +454,7 @@ def test_tracked_there_and_back(base: torch.dtype, adapters: torch.dtype, monkey
         shapes: list[tuple[int, int]], ranks: list[int], update: float = 0.1, scale: bool = False, room: int = 64
     ) -> None:
         what = (shapes[:3], ranks[:3], update, scale, room)
-        monkeypatch.setattr(fused, "FIRST_ROOM", room)
+        monkeypatch.setattr(one_pass, "FIRST_ROOM", room)
         segments, wanted = [], []
         for i, ((rows, cols), rank) in enumerate(zip(shapes, ranks, strict=True)):
             s = make_segment(f"w{i}", rows, cols, rank, (base, base, adapters, adapters), device, update=update, seed=i)

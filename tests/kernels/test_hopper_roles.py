@@ -10,7 +10,7 @@ from hopper_roles import Launch, Stuck
 
 from tests.kernels.test_launch_shapes import NATIVE, block
 
-BESIDE = 1088
+EXTRA = 1088
 """Bytes of the journal beside a box."""
 MANY_RANK = 64
 """kManyRank: up to it three groups multiply where merges are tracked."""
@@ -22,14 +22,14 @@ def chosen(eight_bits: bool = False) -> list[tuple[int, ...]]:
     chunks. `eight_bits`: those of results of 8 bits, else of merges and tracked ones."""
     found = {}
     for planes in (1, 2, 3):
-        for beside, products in ((0, 1),) if eight_bits else ((0, 1), (BESIDE, 1), (BESIDE, 2)):
+        for extra, products in ((0, 1),) if eight_bits else ((0, 1), (EXTRA, 1), (EXTRA, 2)):
             for rank in range(1, products * 32 + 1 if planes == 3 else 513):
-                ahead = eight_bits or beside > 0
-                tiles = NATIVE.hopper_tiles(rank, planes, beside, block(228), ahead)
+                ahead = eight_bits or extra > 0
+                tiles = NATIVE.hopper_tiles(rank, planes, extra, block(228), ahead)
                 if not tiles or (products > 1 and rank < 64):
                     continue
                 strip, held, stages = tiles
-                many = beside > 0 and (planes == 3 or (planes == 1 and rank <= MANY_RANK and strip == 256))
+                many = extra > 0 and (planes == 3 or (planes == 1 and rank <= MANY_RANK and strip == 256))
                 groups = (4 if planes == 1 else 3) if eight_bits else 3 if many else 2
                 key = strip // 64, held, stages, planes, products, groups, ahead
                 found[key] = max(-(-rank // 32) // products, 1)

@@ -14,10 +14,10 @@ import torch
 from lora_merge import Plan, Segment
 from lora_merge.kernels.bindings import native
 from lora_merge.kernels.cuda import backend as cuda
-from lora_merge.kernels.cuda import hopper as cuda_hopper
+from lora_merge.kernels.cuda import hopper
 from lora_merge.kernels.cuda import table as cuda_table
 from lora_merge.kernels.cuda.kernel import Units, Work
-from lora_merge.kernels.cuda.scaled import CudaScale, HopperScaled, MergedAtOnce, apart
+from lora_merge.kernels.cuda.scaled import CudaScale, HopperScaled, MergedAtOnce, separate
 from lora_merge.kernels.scaled.two_step import TwoStepScaled
 from lora_merge.kernels.scaled.weights import Scaled, place
 from lora_merge.kernels.segments import seed_key
@@ -47,7 +47,7 @@ def bits(targets: Sequence[Scaled]) -> list[torch.Tensor]:
 def check(segments: Sequence[Segment], targets: Sequence[Scaled], stochastic: bool = False) -> None:
     """By both ways; all of it is taken by the kernel."""
     placed = place(segments, targets)
-    here, rest = apart(placed, GPU)
+    here, rest = separate(placed, GPU)
     assert here
     assert not rest
     TwoStepScaled(cuda.prepare, CudaScale, placed, GPU)(stochastic, seed_key(3))
@@ -167,12 +167,12 @@ def test_made_in_inference_mode() -> None:
 def test_which_weights_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of whole vectors, whole blocks, no memory of another GPU, all of a weight or none; a strip of two blocks."""
     assert native.load_error() is None
-    monkeypatch.setattr(cuda_hopper, "_available", lambda device: True)
-    for module in (cuda_hopper, cuda_table):
+    monkeypatch.setattr(hopper, "_available", lambda device: True)
+    for module in (hopper, cuda_table):
         monkeypatch.setattr(module, "memory", lambda device: cuda_table.Memory(227 << 10, 228 << 10))
 
     def taken(segments: Sequence[Segment], targets: Sequence[Scaled]) -> int:
-        here, rest = apart(place(segments, targets), CPU)
+        here, rest = separate(place(segments, targets), CPU)
         assert len(here) + len(rest) == len(segments)
         return len(here)
 
@@ -197,9 +197,9 @@ def test_which_weights_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert taken([replace(upper, lora_A=None, lora_B=None), lower], [target]) == 0
         assert taken([upper, replace(lower, peer=True)], [target]) == 0
     kernel = HopperScaled()
-    most = [cuda_hopper._most_rank(planes, 0, 227 << 10, kernel.ahead, kernel.narrowest) for planes in (1, 2, 3)]
+    most = [hopper._most_rank(planes, 0, 227 << 10, kernel.ahead, kernel.narrowest) for planes in (1, 2, 3)]
     for planes, rank in zip((1, 2, 3), most, strict=True):
-        for tiles in (cuda_hopper._tiles(r, planes, 0, 227 << 10, kernel.ahead) for r in range(32, rank + 1, 32)):
+        for tiles in (hopper._tiles(r, planes, 0, 227 << 10, kernel.ahead) for r in range(32, rank + 1, 32)):
             assert tiles is not None
             assert tiles.strip_cols == kernel.narrowest
             assert not kernel.units(Work((0, 0, 0), np.empty((0, 0)), rank, CPU), tiles).rows % 128, "half a block"

@@ -16,13 +16,12 @@ import torch
 from helpers import assert_accurate, make_segment
 
 from lora_merge.errors import BackendUnavailable
-from lora_merge.kernels import backend as kernels
-from lora_merge.kernels import reference
+from lora_merge.kernels import backend, reference
 from lora_merge.kernels.bindings import native, operators
 from lora_merge.kernels.bindings.layout import PAIRS, SCALE_CONVERT
 from lora_merge.kernels.cuda import backend as cuda
 from lora_merge.kernels.cuda import hopper as cuda_hopper
-from lora_merge.kernels.cuda import merge as cuda_launch
+from lora_merge.kernels.cuda import merge as cuda_merge
 from lora_merge.kernels.cuda import scaled as cuda_scaled
 from lora_merge.kernels.cuda import table as cuda_table
 from lora_merge.kernels.cuda.kernel import Launch, arguments, serves
@@ -103,12 +102,12 @@ def test_what_a_launch_refuses() -> None:
 
 
 @pytest.mark.parametrize("kib", GPUS)
-@pytest.mark.parametrize("beside", [0, 1088], ids=["merge", "tracked"])
-def test_every_choice_of_tiles_is_accepted(kib: int, beside: int) -> None:
+@pytest.mark.parametrize("extra", [0, 1088], ids=["merge", "tracked"])
+def test_every_choice_of_tiles_is_accepted(kib: int, extra: int) -> None:
     for planes, rank, ahead in product((1, 2, 3), range(1, 513), (False, True)):
-        tiles = NATIVE.hopper_tiles(rank, planes, beside, block(kib), ahead)
+        tiles = NATIVE.hopper_tiles(rank, planes, extra, block(kib), ahead)
         if tiles:
-            assert NATIVE.accepts_tiles(*tiles, rank, planes, beside, ahead, block(kib)), (planes, rank, tiles)
+            assert NATIVE.accepts_tiles(*tiles, rank, planes, extra, ahead, block(kib)), (planes, rank, tiles)
 
 
 @pytest.mark.parametrize(("kib", "planes", "element_bytes", "most"), [
@@ -136,11 +135,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(cuda_hopper, "_available", lambda device: False)
-    monkeypatch.setitem(kernels._PREFERENCE, "cpu", ("cuda", "triton", "reference"))
-    monkeypatch.setattr(kernels._backend("triton"), "unavailable", lambda device: "this test has none")
-    kernels._first.cache_clear()
+    monkeypatch.setitem(backend._PREFERENCE, "cpu", ("cuda", "triton", "reference"))
+    monkeypatch.setattr(backend._backend("triton"), "unavailable", lambda device: "this test has none")
+    backend._first.cache_clear()
     yield pretend
-    kernels._first.cache_clear()
+    backend._first.cache_clear()
 
 
 def accepted(launch: Launch, kib: int) -> bool:
@@ -224,11 +223,11 @@ def test_one_kernel_more(gpu: Callable[[int], None]) -> None:
     segments = [make_segment(f"w{i}", 9, n, 8, (BF16, BF16, a, a), CPU) for i, (n, a) in enumerate(kinds)]
     few = pack([s for s, (n, _) in zip(segments, kinds, strict=True) if n == 70])
     copy = make_segment("copy", 9, 70, 0, (BF16,) * 4, CPU)
-    made = cuda_launch.merges(pack([*segments, copy]), CPU, (*cuda_launch.MERGES, OfManyColumns()))
+    made = cuda_merge.merges(pack([*segments, copy]), CPU, (*cuda_merge.MERGES, OfManyColumns()))
     ours, others = merging(made, operators.launch_hopper), merging(made)
     assert [one.args[4:7] for one in made] == [(0, 0, 0), (0, 0, 2), (0, 0, 0), (0, 0, 2)], "the largest first"
     assert [len(one.args[0]) for one in ours] == [3 + 1, 3], "with the copy"
-    for one, alone in zip(others, cuda_launch.merges(few, CPU), strict=True):
+    for one, alone in zip(others, cuda_merge.merges(few, CPU), strict=True):
         assert torch.equal(one.args[0], alone.args[0])
         assert one.args[3:] == alone.args[3:]
 
@@ -259,7 +258,7 @@ def test_what_has_no_room_is_run_elsewhere(gpu: Callable[[int], None], monkeypat
     assert tracked.unmerge() == set()
     assert torch.equal(large.source, base)
 
-    monkeypatch.setenv(kernels.ENVIRONMENT, "cuda")
+    monkeypatch.setenv(backend.ENVIRONMENT, "cuda")
     with pytest.raises(BackendUnavailable, match=r"LORA_MERGE_BACKEND=cuda cannot run here.*rank 256"):
         cuda.prepare([small, large], CPU)
 
@@ -345,7 +344,7 @@ def test_ranks_without_room_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(cuda_table, "memory", lambda device: cuda_table.Memory(block(100), 100 * KIB))
     monkeypatch.setattr(cuda_hopper, "_available", lambda device: False)
     segments = [make_segment(f"w{r}", 200, 520, r, (FP32, FP32, FP32, FP32), device) for r in (8, 256, 32, 512)]
-    kernels._first.cache_clear()
+    backend._first.cache_clear()
     with pytest.warns(RuntimeWarning, match="slower triton backend.*rank 256, 512"):
         launch = cuda.prepare(segments, device)
     launch(False, 0)

@@ -67,7 +67,7 @@ def test_the_module_offers_what_is_described() -> None:
     here = {name for name in dir(NATIVE) if not name.startswith("__")} - {"Watch"}  # test_watch.py
     assert here in (layout.OPERATORS.keys(), layout.OPERATORS.keys() | layout.CUDA_OPERATORS.keys())
     for name in here:
-        count = len([a for a in (layout.OPERATORS | layout.CUDA_OPERATORS)[name][1].split(",") if a])
+        count = len(layout.parameters(name))
         with pytest.raises(TypeError, match=f"{name} takes {count} arguments, got {count + 1}"):
             getattr(NATIVE, name)(*[0] * (count + 1))
     with pytest.raises(TypeError):
@@ -177,10 +177,8 @@ class Recorder:
         self.called: dict[str, dict[str, Any]] = {}
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        names = [taken.split()[-1].lstrip("*") for taken in layout.CUDA_OPERATORS[name][1].split(", ")]
-
         def call(*values: Any) -> None:
-            self.called[name] = dict(zip(names, values, strict=True))
+            self.called[name] = dict(zip(layout.parameters(name), values, strict=True))
 
         return call
 

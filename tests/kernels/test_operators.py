@@ -18,7 +18,7 @@ from helpers import assert_accurate, assert_same_bits, make_segment
 from torch import Tensor
 
 from lora_merge import BackendUnavailable, Plan, Segment, merge, merge_, run_segments, unmerge_
-from lora_merge.kernels import backend as kernels
+from lora_merge.kernels import backend
 from lora_merge.kernels.bindings import native
 from lora_merge.kernels.segments import pack
 
@@ -228,13 +228,13 @@ def test_tables_of_a_captured_launch_are_arguments(capturing: bool, monkeypatch:
     """As many launches as it takes, in the table's order; outside of a capture one table. Says nothing about a GPU."""
     from lora_merge.kernels.cuda import backend as cuda
     from lora_merge.kernels.cuda import hopper as cuda_hopper
-    from lora_merge.kernels.cuda import merge as cuda_launch
+    from lora_merge.kernels.cuda import merge as cuda_merge
 
     segments = [make_segment(f"w{i}", 3, 8, 2, (torch.float32,) * 4, torch.device("cpu")) for i in range(20)]
     table = pack(segments)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(cuda_launch, "merges", lambda piece, device, kernels: [partial(print, piece)])
+    monkeypatch.setattr(cuda_merge, "merges", lambda piece, device, kernels: [partial(print, piece)])
     monkeypatch.setattr(cuda, "serves", lambda kernels, table, device: table[:, 0] > 0)
     monkeypatch.setattr(cuda_hopper.Hopper, "could_serve", lambda self, table, device: table[:, 0] < 0)
     pieces = [one.args[0] for one in cuda._Launch(segments, torch.device("cuda", 0)).launches]
@@ -300,12 +300,12 @@ def test_cpu_kernels_refuse_gpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None
 def test_compiled_kernels_are_the_default() -> None:
     """The extension is built wherever the tests run; its absence is a failure, not a slower run."""
     assert native.load_error() is None
-    assert kernels.pick(torch.device("cpu")).__name__ == "lora_merge.kernels.cpu"
+    assert backend.pick(torch.device("cpu")).__name__ == "lora_merge.kernels.cpu"
 
 
 @pytest.mark.gpu
 def test_compiled_kernels_are_the_default_on_a_gpu() -> None:
-    assert kernels.pick(torch.device("cuda")).__name__ == "lora_merge.kernels.cuda.backend"
+    assert backend.pick(torch.device("cuda")).__name__ == "lora_merge.kernels.cuda.backend"
 
 
 WITHOUT_EXTENSION = """
@@ -329,7 +329,7 @@ assert (tensors[0] == 1).all()
 
 def test_works_without_the_extension() -> None:
     """On the reference backend, with one warning that names what is missing and how to get it; forced, it fails."""
-    environment = {label: value for label, value in os.environ.items() if label != kernels.ENVIRONMENT}
+    environment = {label: value for label, value in os.environ.items() if label != backend.ENVIRONMENT}
     command = [sys.executable, "-c", WITHOUT_EXTENSION]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
@@ -341,12 +341,12 @@ def test_works_without_the_extension() -> None:
 
 def test_triton_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     from lora_merge.kernels.triton import backend as triton
-    from lora_merge.kernels.triton import merge_kernels as triton_device
+    from lora_merge.kernels.triton import merge_kernels
 
     assert triton.unavailable(torch.device("mps")) == "it needs CUDA tensors"
-    monkeypatch.setattr(triton_device.INTERPRETED, "value", False)
+    monkeypatch.setattr(merge_kernels.INTERPRETED, "value", False)
     assert "TRITON_INTERPRET=1, set before triton is imported" in str(triton.unavailable(torch.device("cpu")))
-    monkeypatch.setattr(triton_device.INTERPRETED, "value", True)
+    monkeypatch.setattr(merge_kernels.INTERPRETED, "value", True)
     assert "TRITON_INTERPRET=1 is set" in str(triton.unavailable(torch.device("cuda")))
     monkeypatch.setattr(triton, "find_spec", lambda name: None)
     assert triton.unavailable(torch.device("cpu")) == "triton is not installed"

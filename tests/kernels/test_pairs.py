@@ -13,12 +13,12 @@ from helpers import PRODUCT_ERROR, assert_same_bits, bound
 from torch import Tensor
 
 from lora_merge import Plan
-from lora_merge.kernels import backend as kernels
+from lora_merge.kernels import backend
 from lora_merge.kernels.backend import idle
 from lora_merge.kernels.bindings import layout
 from lora_merge.kernels.cuda import backend as cuda
 from lora_merge.kernels.cuda import hopper as cuda_hopper
-from lora_merge.kernels.cuda import merge as cuda_launch
+from lora_merge.kernels.cuda import merge as cuda_merge
 from lora_merge.kernels.cuda import repack as cuda_repack
 from lora_merge.kernels.packed import Codes
 from lora_merge.kernels.scaled.weights import Group, Scaled, quantise
@@ -219,7 +219,7 @@ def test_ends_of_the_range(scale: float) -> None:
 @pytest.fixture
 def device() -> torch.device:
     gpu = torch.device("cuda", 0)
-    assert kernels.pick(gpu) is cuda
+    assert backend.pick(gpu) is cuda
     return gpu
 
 
@@ -237,8 +237,8 @@ def test_the_kernel_makes_the_same_pairs(rank: int, dtype: torch.dtype, device: 
         s = Segment(
             "w", source[: len(two), : one.shape[1]], source[: len(two), : one.shape[1]], one, two.to(other), 1.0
         )
-        made = cuda_repack.repack(pack([s]), device, cuda_launch.MERGES)
-        for launch in cuda_launch.before(made, device, 8):
+        made = cuda_repack.repack(pack([s]), device, cuda_merge.MERGES)
+        for launch in cuda_merge.before(made, device, 8):
             launch(False, 0)
         for word, vectors in (("parts_A", one.t()), ("parts_B", two.to(other))):
             begin = int(made.table[0, layout.OFFSET[word]]) - made.memory.data_ptr()

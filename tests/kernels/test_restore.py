@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from lora_merge import Plan, Segment
 from lora_merge.errors import AlreadyMerged, InvalidInput, NotRestored
 from lora_merge.kernels.segments import FLOATS
-from lora_merge.kernels.tracked import composed
-from lora_merge.kernels.tracked import one_pass as fused
+from lora_merge.kernels.tracked import composed, one_pass
 from lora_merge.restore import TrackedPlan
 
 VALUES = (0.0, -0.0, 1e-42, -6e-8, float("inf"), float("-inf"), float("nan"), 6e4, -1e-30)
@@ -83,7 +82,7 @@ def test_any_size_and_cut(backend: Backend, data: st.DataObject) -> None:
         s = dataclasses.replace(s, row_scale=torch.linspace(0.0, 2.0, rows, device=backend.device))
     parts = cut(s, data.draw(cuts(rows, cols), "cuts"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "FIRST_ROOM", data.draw(st.sampled_from((1, 64, 10**9)), "room"))
+        patch.setattr(one_pass, "FIRST_ROOM", data.draw(st.sampled_from((1, 64, 10**9)), "room"))
         patch.setattr(composed, "BLOCK", data.draw(st.integers(1, 3 * most * most) if backend.compiled
                                                   else st.integers(most * most, 3 * most * most), "block"))  # fmt: skip
         before = s.source.clone()
@@ -98,7 +97,7 @@ def test_any_size_and_cut(backend: Backend, data: st.DataObject) -> None:
 
 def test_an_arena_that_ends_on_the_way(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some units of work find room and others do not, in several tensors of several dtypes, more than a unit wide."""
-    monkeypatch.setattr(fused, "FIRST_ROOM", 17)  # of these weights' bytes: an odd number
+    monkeypatch.setattr(one_pass, "FIRST_ROOM", 17)  # of these weights' bytes: an odd number
     rows, cols = (40, 70) if backend.interpreted else (201, 1100)
     segments = [
         in_place(make_segment(str(dtype), rows, cols, 8, (dtype,) * 4, backend.device, update=1.0)) for dtype in FLOATS
@@ -120,7 +119,7 @@ def test_whatever_the_adapter_never_much_above_a_copy(backend: Backend) -> None:
     s = in_place(make_segment("w", 64, 256, 16, (torch.bfloat16,) * 4, backend.device, update=1e4))
     held, base = round_trip([s])
     units = s.source.numel() // 1024  # at most: each has a place and a checksum of 8 bytes
-    left = base // fused.FIRST_ROOM  # of the first arena, which was too small for a unit
+    left = base // one_pass.FIRST_ROOM  # of the first arena, which was too small for a unit
     assert held <= 1.125 * base + 16 * units + left, "2 bits an element on top of raw bits"
 
 
@@ -128,7 +127,7 @@ def test_whatever_the_adapter_never_much_above_a_copy(backend: Backend) -> None:
 def test_a_failing_merge_changes_nothing(backend: Backend, monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
     """Out of memory on the way: what was not merged yet is not written, and what was comes back."""
     monkeypatch.setattr(composed, "BLOCK", 2000)
-    monkeypatch.setattr(fused, "FIRST_ROOM", 10)  # room for some of what escapes
+    monkeypatch.setattr(one_pass, "FIRST_ROOM", 10)  # room for some of what escapes
     s = in_place(make_segment("w", 60, 100, 4, (torch.bfloat16,) * 4, backend.device, update=1.0))
     before, calls, empty = s.source.clone(), [], torch.empty
 
@@ -325,7 +324,7 @@ def test_remerge_any_size_and_cut(backend: Backend, data: st.DataObject) -> None
     pieces = data.draw(cuts(rows, cols), "cuts")
     before, other = s.source.clone(), other_update(s, 3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "FIRST_ROOM", data.draw(st.sampled_from((1, 64, 10**9)), "room"))
+        patch.setattr(one_pass, "FIRST_ROOM", data.draw(st.sampled_from((1, 64, 10**9)), "room"))
         plans = [TrackedPlan(cut(update, pieces), keep=True) for update in (s, other)]
         plans[0].merge()
         for number in (1,) if backend.interpreted else (1, 0, 1):
@@ -348,7 +347,7 @@ def test_remerge_is_one_pass_in_one_memory(backend: Backend, monkeypatch: pytest
             monkeypatch.setattr(plan._tracked, "unmerge", lambda *_: pytest.fail("taken off in a pass of its own"))
     two.remerge(one)
     one.remerge(two)
-    assert one.nbytes + two.nbytes <= held + size // fused.FIRST_ROOM + 4
+    assert one.nbytes + two.nbytes <= held + size // one_pass.FIRST_ROOM + 4
 
 
 def test_remerge_where_plans_differ(backend: Backend) -> None:
@@ -415,7 +414,7 @@ def test_written_before_a_remerge(backend: Backend, dtype: torch.dtype, what: st
 def test_a_remerge_without_memory(backend: Backend, monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
     """It goes on in two passes, or raises with every bit of the base in place; then the plans still work."""
     monkeypatch.setattr(composed, "BLOCK", 2000)
-    monkeypatch.setattr(fused, "FIRST_ROOM", 64)
+    monkeypatch.setattr(one_pass, "FIRST_ROOM", 64)
     s = in_place(make_segment("w", 60, 100, 4, (torch.bfloat16,) * 4, backend.device, update=1e-3))
     large = dataclasses.replace(other_update(s, 1), scaling=1e5)  # escapes more than there is room for
     before, calls, empty = s.source.clone(), [], torch.empty

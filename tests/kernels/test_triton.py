@@ -18,7 +18,7 @@ from repository import ROOT, SUPPORT
 from lora_merge import Plan, Segment
 from lora_merge.errors import NotRestored
 from lora_merge.kernels.segments import FLOATS, UNIT_BEGIN, UNITS_ACROSS, WORDS
-from lora_merge.kernels.triton import merge_kernels as triton_device
+from lora_merge.kernels.triton import merge_kernels
 from lora_merge.restore import TrackedPlan
 
 TRITON = [pytest.param(("triton", "cuda"), marks=pytest.mark.gpu)] if GPU else [("triton", "cpu")]
@@ -117,7 +117,7 @@ def test_a_sum_of_places_is_not_fooled_by_exchanges(monkeypatch: pytest.MonkeyPa
 
 @triton.jit
 def corners(table, unit_segment, unit, out, TILE_M: tl.constexpr, TILE_N: tl.constexpr):  # noqa: ANN001, ANN201
-    segment, row, column = triton_device.corner(table, unit_segment, unit, TILE_M, TILE_N)
+    segment, row, column = merge_kernels.corner(table, unit_segment, unit, TILE_M, TILE_N)
     tl.store(out, (segment.to(tl.int64) - table.to(tl.int64)) // 8)
     tl.store(out + 1, row.to(tl.int64))
     tl.store(out + 2, column)

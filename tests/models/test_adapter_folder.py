@@ -86,8 +86,8 @@ model.save_pretrained({str(tmp_path / "adapter")!r}, save_embedding_layers=False
 from lora_merge.models.peft.folder import read_folder
 from lora_merge.stream.weights import MergedWeights
 read = read_folder({str(tmp_path / "adapter")!r}, {str(tmp_path / "base")!r}, torch.bfloat16)
-filler = MergedWeights(read, adapters=False).bucket_writer()
-assert filler.nbytes > 15e9, filler.nbytes
+writer = MergedWeights(read, adapters=False).bucket_writer()
+assert writer.nbytes > 15e9, writer.nbytes
 assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)

@@ -8,15 +8,18 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from workers import hello
 
 from lora_merge import PushFailed
 from lora_merge.engine.control.calls import drive
+from lora_merge.engine.messages import WorkerInfo
 from lora_merge.engine.push.channels import Trainer
 from lora_merge.engine.push.pusher import Pusher
 from lora_merge.engine.push.replica import Replica
@@ -52,16 +55,11 @@ class Halted(Engine):
         return [asked | self.about(rank) for rank, asked in zip(self.states, await super().rpc(op), strict=False)]
 
     def about(self, rank: int) -> dict[str, Any]:
-        known = {"connector": False, "multimodal": False, "paused": True, "served": "adapter", "shares": None}
-        known |= {
-            "world": self.world,
-            "launcher": self.world > 1,
-            "asleep": 0,
-            "waking": False,
-            "host": host_id(),
-            "pid": os.getpid(),
-        }
-        return known | {"rank": rank, "state": self.states[rank].to_json()}
+        where = {"host": host_id(), "pid": os.getpid(), "rank": rank, "world": self.world, "launcher": self.world > 1}
+        return hello(**where, paused=True, served="adapter", state=self.states[rank].to_json())
+
+    def info(self, rank: int) -> WorkerInfo:
+        return WorkerInfo.read(self.about(rank))
 
 
 def after_ctrl_c(engine: Halted, replicas: list[Replica]) -> list[str]:
@@ -75,17 +73,24 @@ def after_ctrl_c(engine: Halted, replicas: list[Replica]) -> list[str]:
 def test_an_engine_with_new_weights_forgets_what_it_cached_of_the_old_ones() -> None:
     """Its workers had the adapter, and Ctrl-C came before its prefix cache was reset: answers were of both."""
     engine = Halted({0: NEW})
-    asked = after_ctrl_c(engine, [Replica(0, engine, [engine.about(0)])])
-    assert asked == ["hello", "claimed", *["reset_prefix_cache", "label", "name_adapter"], "claimed", "resume", "end"]
+    asked = after_ctrl_c(engine, [Replica(0, engine, [engine.info(0)])])
+    assert asked == [
+        "hello",
+        "renew_lease",
+        *["reset_prefix_cache", "label", "name_adapter"],
+        "renew_lease",
+        "resume",
+        "end",
+    ]
     assert not engine.still
     engine = Halted({0: OLD})
-    assert after_ctrl_c(engine, [Replica(0, engine, [engine.about(0)])]) == ["hello", "claimed", "resume", "end"]
+    assert after_ctrl_c(engine, [Replica(0, engine, [engine.info(0)])]) == ["hello", "renew_lease", "resume", "end"]
 
 
 @pytest.mark.parametrize("more", [{"forgets": False}, {"broken": "reset_prefix_cache"}, {"broken": "label"}])
 def test_one_that_cannot_stays_paused(more: dict[str, Any]) -> None:
     engine = Halted({0: NEW}, **more)
-    asked = after_ctrl_c(engine, [Replica(0, engine, [engine.about(0)])])
+    asked = after_ctrl_c(engine, [Replica(0, engine, [engine.info(0)])])
     assert "resume" not in asked
     assert engine.still
 
@@ -94,7 +99,7 @@ def test_one_that_cannot_stays_paused(more: dict[str, Any]) -> None:
 def test_a_piece_of_an_engine_does_not_go_on_by_itself(state: State) -> None:
     """Under vLLM's external_launcher each rank has a worker of its own, and nobody knows what the others hold."""
     engine = Halted({0: state}, world=2)
-    replicas = [Replica(rank, None if rank else engine, [engine.about(0) | {"rank": rank}]) for rank in (0, 1)]
+    replicas = [Replica(rank, None if rank else engine, [replace(engine.info(0), rank=rank)]) for rank in (0, 1)]
     asked = after_ctrl_c(engine, replicas)
     assert "resume" not in asked
     assert engine.still
@@ -154,7 +159,7 @@ class Worker:
         return nullcontext()
 
 
-@pytest.mark.parametrize("op", ["update", "receive", "pull", "adapter"])
+@pytest.mark.parametrize("op", ["receive_update", "receive", "pull", "receive_adapter"])
 def test_a_refused_call_leaves_the_transfer_of_the_next_push_alone(op: str) -> None:
     """It told the trainer not to wait for the worker: buckets that were being read got the next ones' bytes."""
     worker: Any = Worker()

@@ -26,12 +26,12 @@ from lora_merge.engine.payload.recipients import Share
 from lora_merge.kernels import plan
 from lora_merge.kernels.segments import Segment
 from lora_merge.models import row_scales
-from lora_merge.models.operands import MergePlan
 from lora_merge.models.peft.live import Peft
 from lora_merge.models.staging import Staging
 from lora_merge.shards import here
 from lora_merge.shards.layout import Layout
 from lora_merge.shards.ranks import Ranks
+from lora_merge.stream.bucket_writer import BucketWriter
 from tests.shards.test_shards_merge import fsdp2, fsdp2_columns
 
 BUCKET = 1 << 13
@@ -142,7 +142,7 @@ def test_memory(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> Non
         held = allocations.held()
         known = {p.untyped_storage()._cdata for p in model.parameters()}
         held -= sum(nbytes for key, (_, nbytes) in allocations.seen.items() if key in known)
-        assert held <= 2 * writer.capacity + 4 * adapters + writer._operands.held < size
+        assert held <= 2 * writer.capacity + 4 * adapters + writer.operands.held < size
     assert_nobody_holds_weights(model)
 
 
@@ -162,7 +162,7 @@ def test_plans_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Staging, "release", back_in_its_place)
     first = {name: tensor.clone() for bucket in weights.buckets() for name, tensor in bucket.tensors()}
     made: list[str] = []
-    for cls, method in ((MergePlan, "__init__"), (Peft, "parts")):
+    for cls, method in ((BucketWriter, "_make_plan"), (Peft, "parts")):
         plain = getattr(cls, method)
         monkeypatch.setattr(cls, method, lambda *a, f=plain, what=method, **k: (made.append(what), f(*a, **k))[1])
     for bucket in weights.buckets():

@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from lora_merge import cli, doctor
-from lora_merge.kernels import backend as kernels
+from lora_merge.kernels import backend
 from lora_merge.kernels.bindings import native
 from lora_merge.kernels.cuda import backend as cuda
 from lora_merge.kernels.cuda import hopper as cuda_hopper
-from lora_merge.kernels.triton import merge_kernels as triton_device
+from lora_merge.kernels.triton import merge_kernels
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backends are picked once in a process, for whoever asks first."""
-    kernels._default.cache_clear()
-    kernels._first.cache_clear()
+    backend._default.cache_clear()
+    backend._first.cache_clear()
 
 
 def rows() -> dict[str, str]:
@@ -55,7 +55,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], built: tup
     monkeypatch.setattr(native, "has_cuda", lambda: True)
     monkeypatch.setattr(native, "architectures", lambda: built)
     monkeypatch.setattr(native, "cuda_problem", lambda: None)
-    monkeypatch.setattr(kernels, "pick", lambda device: cuda if device.type == "cuda" else doctor.cpu)
+    monkeypatch.setattr(backend, "pick", lambda device: cuda if device.type == "cuda" else doctor.cpu)
 
 
 def test_gpus_and_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_gpus_and_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_gpu_that_no_code_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, (12, 0), ("80", "90a"))
-    monkeypatch.setattr(kernels, "pick", lambda device: doctor.triton if device.type == "cuda" else doctor.cpu)
+    monkeypatch.setattr(backend, "pick", lambda device: doctor.triton if device.type == "cuda" else doctor.cpu)
     found = doctor.examine()
     assert "triton, as cuda: the compiled extension was built for 80, 90a" in dict(found.rows)["GPU 0"]
     assert any("12.0" in one for one in found.todo)
@@ -83,13 +83,13 @@ def test_a_gpu_that_no_code_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_gpu_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
     """Told from NVIDIA's by torch, whatever numbers it gives it: a MI250 has compute capability 9.0 there."""
-    picked = kernels.pick
+    picked = backend.pick
     gpu(monkeypatch, (9, 0), ("80", "90a"))
-    monkeypatch.setattr(kernels, "pick", picked)
+    monkeypatch.setattr(backend, "pick", picked)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName="gfx90a"))
-    monkeypatch.setattr(triton_device, "INTERPRETED", SimpleNamespace(value=False))
+    monkeypatch.setattr(merge_kernels, "INTERPRETED", SimpleNamespace(value=False))
     with pytest.warns(RuntimeWarning, match="slower triton backend for cuda tensors: cuda: it is for NVIDIA GPUs"):
         found = doctor.examine()
     told = dict(found.rows)

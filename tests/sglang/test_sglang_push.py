@@ -150,8 +150,19 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(started: Any, spoil: A
     sync.close()
 
 
-FAULTS = ["hello", "examine", "connect", "start", "receive", "bucket", "finish", "commit", "forget", "checksums"]
-BEFORE = {"hello", "examine", "connect"}
+FAULTS = [
+    "hello",
+    "dry_run",
+    "connect",
+    "begin_full",
+    "receive",
+    "bucket",
+    "finish",
+    "commit",
+    "flush_cache",
+    "checksums",
+]
+BEFORE = {"hello", "dry_run", "connect"}
 """Phases in which nothing has been written yet."""
 
 
@@ -163,7 +174,7 @@ def test_a_scheduler_fails_in_each_phase(started: Any, where: str) -> None:
     sync.push()
     process, before = do(started, "process"), copy.deepcopy(model)
     policies.train(model)
-    if where in ("examine", "connect"):  # which are known by now
+    if where in ("dry_run", "connect"):  # which are known by now
         sync.close()
         sync = SglangSync(model, started, bucket_bytes=BUCKET * 2)
     do(started, "fail", where, [0])
@@ -324,7 +335,7 @@ def test_memory_that_was_released(started: Any) -> None:
     sync.close()
 
 
-MAPS = {"the weights": ("map", 0), "the rest": ("map", 1), "unmap": ("unmap", 0)}
+MAPS = {"the weights": ("map_memory", 0), "the rest": ("map_memory", 1), "unmap": ("unmap_memory", 0)}
 
 
 @pytest.mark.parametrize("what", MAPS)
@@ -386,7 +397,7 @@ def test_the_engine_merges(started: Any) -> None:
     by_trainer.close()
 
 
-@pytest.mark.parametrize("where", ["update", "merge", "products"])
+@pytest.mark.parametrize("where", ["receive_update", "merge", "products"])
 def test_a_scheduler_fails_as_it_merges(started: Any, where: str) -> None:
     model = policy()
     sync = SglangSync(model, started, merge="engine")
@@ -397,7 +408,7 @@ def test_a_scheduler_fails_as_it_merges(started: Any, where: str) -> None:
     with pytest.raises((PushFailed, PushRefused), match="injected"):
         sync.push()
     do(started, "mend")
-    if where == "update":
+    if where == "receive_update":
         assert_answers(ask(started), before)
     sync.push()
     assert_answers(ask(started), model)

@@ -51,7 +51,7 @@ def test_tensor_parallel(wide: Any) -> None:
 
 
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
-@pytest.mark.parametrize("where", ["hello", "start", "bucket", "finish", "commit"])
+@pytest.mark.parametrize("where", ["hello", "begin_full", "bucket", "finish", "commit"])
 def test_one_or_all_schedulers_fail(wide: Any, where: str, ranks: list[int]) -> None:
     model = policy()
     sync = SglangSync(model, wide, bucket_bytes=BUCKET)

@@ -99,8 +99,8 @@ def assert_bounded(model: nn.Module, *, several: bool, what: str) -> None:
     beside = peak - 2 * writer.capacity
     most = allowed + rows + largest // dist.get_world_size()  # what gloo sends is a copy
     assert 0 < beside <= most, f"{what}: {beside} bytes beside the buckets, not {most} at most"
-    assert writer._operands.held <= allowed, what
-    assert f"beside two buckets: {writer._operands.held:,} bytes" in weights.describe(), what
+    assert writer.operands.held <= allowed, what
+    assert f"beside two buckets: {writer.operands.held:,} bytes" in weights.describe(), what
 
 
 def changing(rank: int, wraps: Sequence[Wrap] = (fsdp2, fsdp1_one_unit)) -> None:
@@ -139,7 +139,7 @@ def listening() -> Iterator[list[int]]:
 def ahead(rank: int) -> None:
     """One collective a bucket for what it needs, begun before the bucket in front is filled."""
     writer = MergedWeights(fsdp2(built("one")), bucket_bytes=8_000).bucket_writer()
-    gathered = [sum(turn.sizes) for turn in writer._operands._exchange._turns]
+    gathered = [sum(turn.sizes) for turn in writer.operands._exchange._turns]
     wanted = gathered[:1]
     for index, sizes in enumerate(writer._sizes):
         wanted += [*gathered[index + 1 : index + 2], sum(sizes)]
@@ -147,7 +147,7 @@ def ahead(rank: int) -> None:
         for _ in filled(writer):
             pass
     assert begun == [nbytes for nbytes in wanted if nbytes]
-    assert sum(gathered) // 2 == writer._operands.nbytes
+    assert sum(gathered) // 2 == writer.operands.nbytes
 
 
 def failing(rank: int) -> None:
@@ -161,7 +161,7 @@ def failing(rank: int) -> None:
         weights = MergedWeights(model, bucket_bytes=8_000)
         wanted = {name: t.clone() for name, t in weights}
         writer = weights.bucket_writer()
-        operands, errors = writer._operands, []
+        operands, errors = writer.operands, []
         plans: list[Plan]
         if kind == "one":
             plans = [t.pack for t in operands._exchange._turns if t.sizes]

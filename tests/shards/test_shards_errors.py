@@ -188,6 +188,25 @@ def offloaded_and_cast(rank: int) -> None:
             assert_same_bits(tensor, wanted[name], name)
 
 
+def beyond_float16(rank: int) -> None:
+    """Finite weights and adapters whose sum float16 does not hold, merged by rank and merged whole."""
+    model = fully_shard(odd().half())
+    factors = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
+    for options in ({}, {"strategy": "unshard"}):
+        wanted = dict(MergedWeights(model, **options))
+        with torch.no_grad():
+            torch._foreach_mul_(factors, 2.0**10)
+        before = local_bits(model)
+        for use in (enter, to_the_end_of):
+            assert_refused(model, "expected merged values up to 65504", (partial(use, **options),))
+        for now, then in zip(local_bits(model), before, strict=True):
+            assert_same_bits(now, then, str(options))
+        with torch.no_grad():
+            torch._foreach_mul_(factors, 2.0**-10)
+        for name, tensor in MergedWeights(model, **options):
+            assert_same_bits(tensor, wanted[name], name)
+
+
 def after_the_end(rank: int, folder: Path) -> None:
     """Without process groups; and with new ones again for whoever comes after."""
     models = [fully_shard(odd()), fsdp1_one_unit(odd())]
@@ -209,6 +228,7 @@ def two_ranks(rank: int, folder: Path) -> None:
         unmapped,
         disagreeing,
         offloaded_and_cast,
+        beyond_float16,
         partial(after_the_end, folder=folder),
     ):
         try:
@@ -265,16 +285,16 @@ def goes_wrong_on_one_rank(rank: int) -> None:
 
 
 FAULTS: list[tuple[str, Callable[..., None], dict[str, Any]]] = [
-    ("lora_merge.context.TrackedPlan", enter, {}),
+    ("lora_merge.merge_in_place.TrackedPlan", enter, {}),
     ("lora_merge.models.operands.Operands._made_private", enter, {}),
     ("lora_merge.models.operands._Beside.run", enter, {}),
     ("lora_merge.shards.exchange._Turn.lie_in", enter, {}),
-    ("lora_merge.context._Merge.merge", enter, {}),
-    ("lora_merge.context._Unshard._merge_wholes", enter, {"strategy": "unshard"}),
-    ("lora_merge.stream.bucket_writer.Filler._make_plan", to_the_end_of, {}),
-    ("lora_merge.stream.bucket_writer.Filler._turns", to_the_end_of, {}),
+    ("lora_merge.merge_in_place.InPlaceMerge.merge", enter, {}),
+    ("lora_merge.merge_in_place.UnshardedMerge._merge_wholes", enter, {"strategy": "unshard"}),
+    ("lora_merge.stream.bucket_writer.BucketWriter._make_plan", to_the_end_of, {}),
+    ("lora_merge.stream.bucket_writer.BucketWriter._turns", to_the_end_of, {}),
     ("lora_merge.shards.exchange._Turn.lie_in", to_the_end_of, {"strategy": "unshard"}),
-    ("lora_merge.stream.bucket_writer.Filler._merged", to_the_end_of, {"strategy": "unshard"}),
+    ("lora_merge.stream.bucket_writer.BucketWriter._merged", to_the_end_of, {"strategy": "unshard"}),
     ("lora_merge.models.operands._Beside.run", to_the_end_of, {}),
 ]
 

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 
 from lora_merge import InvalidInput, MergedWeights, UnsupportedAdapter, save_merged
 from lora_merge.engine.payload.adapter import AdapterSource, writer_of
+from lora_merge.stream.bucket_writer import BucketWriter
 from lora_merge.stream.buckets import ALIGNMENT, Meta, checksum, extent, from_json, lay_out, to_json
 from lora_merge.stream.direct_targets import DirectTargets
+from lora_merge.stream.source import Source
 
 
 def gemma4() -> nn.Module:
@@ -509,13 +511,50 @@ def test_passes_in_several_threads(config: dict[str, Any]) -> None:
 
     done: list[bool] = []
     threads = [threading.Thread(target=passes) for _ in range(3)]
-    with weights.bucket_writer(whole=True).passing():  # so that none lets go of the model while others begin
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert len(done) == 3
     assert not wrong
+
+
+@pytest.mark.parametrize("names", [None, ("one",)], ids=["acting", "named"])
+def test_a_pass_begins_as_another_ends(names: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that ends releases the model; what the other has read by then is its own."""
+    model = models.with_lora(models.qwen2, adapters=("one", "two"))
+    weights = MergedWeights(model, bucket_bytes=4096, adapter_names=names)
+    wanted = dict(weights)
+    adopt, has_read, ended = BucketWriter.adopt, threading.Event(), threading.Event()
+
+    def adopting(self: BucketWriter, source: Source) -> Source:
+        found = adopt(self, source)
+        if threading.current_thread() is second:
+            has_read.set()
+            assert ended.wait(60)
+        return found
+
+    second = threading.Thread(target=lambda: got.update(weights))
+    got: dict[str, torch.Tensor] = {}
+    first = iter(weights)
+    next(first)
+    monkeypatch.setattr(BucketWriter, "adopt", adopting)
+    second.start()
+    assert has_read.wait(60)
+    for _ in first:
+        pass
+    ended.set()
+    second.join()
+    assert got.keys() == wanted.keys()
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+def test_passes_that_begin_at_once_share_no_buffer() -> None:
+    weights = MergedWeights(models.with_lora(models.qwen2), bucket_bytes=4096)
+    dict(weights)
+    writer = weights.bucket_writer(whole=True)
+    with writer.buffers() as some, writer.buffers() as others:
+        assert {b.data_ptr() for b in some}.isdisjoint(b.data_ptr() for b in others)
 
 
 @pytest.mark.parametrize("adapters", [("one",), ("one", "two")], ids=["one", "two"])

@@ -18,9 +18,7 @@ if AMD is not None:
     torch.version.hip = "6.4"  # type: ignore[assignment]  # before the kernels are imported
 
 from lora_merge import Segment  # noqa: E402
-from lora_merge.kernels.triton import backend  # noqa: E402
-from lora_merge.kernels.triton import merge_kernels as triton_device  # noqa: E402
-from lora_merge.kernels.triton import tracked_kernels as triton_tracked_device  # noqa: E402
+from lora_merge.kernels.triton import backend, merge_kernels, tracked_kernels  # noqa: E402
 from lora_merge.kernels.triton.tracked import TritonTracked  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -56,7 +54,7 @@ def tracked_assembly(segments: list[Segment]) -> list[tuple[dict[str, Any], str]
     made = []
     for group in TritonTracked(in_place, CPU)._groups:
         word = f"*i{group.word.itemsize * 8}"
-        for kernel in (triton_tracked_device.track, triton_tracked_device.untrack):
+        for kernel in (tracked_kernels.track, tracked_kernels.untrack):
             made.append((group.variant.options, assembly(kernel, group.variant.options, arena=word, **types)))
     return made
 
@@ -79,14 +77,14 @@ def main() -> None:
         Segment("copy", torch.zeros(64, 256), torch.zeros(64, 256)),
     ]
     for number, variant in enumerate(backend.prepare(aligned, CPU).variants):
-        ptx = assembly(triton_device.run_table, {**variant.options, "STOCHASTIC": number % 2 == 0}, seed="i64")
+        ptx = assembly(merge_kernels.run_table, {**variant.options, "STOCHASTIC": number % 2 == 0}, seed="i64")
         check_weights(ptx)
         used = any(name in ptx for name in MATRIX)
         assert used == (variant.options["RANK_BLOCKS"] > 0), "the products do not use the matrix unit"
     ragged = [make_segment("ragged", 9, 37, 5, pairwise(index), CPU) for index in (1, 5)]
     ragged.append(Segment("strided copy", torch.zeros(9, 8)[:, ::2], torch.zeros(9, 4)))
     for number, variant in enumerate(backend.prepare(ragged, CPU).variants):
-        assembly(triton_device.run_table, {**variant.options, "STOCHASTIC": number % 2 == 0}, seed="i64")
+        assembly(merge_kernels.run_table, {**variant.options, "STOCHASTIC": number % 2 == 0}, seed="i64")
     for options, ptx in tracked_assembly([s for s in aligned if s.rank and s.source.dtype == s.destination.dtype]):
         check_weights(ptx)
         assert any(name in ptx for name in MATRIX), options
@@ -95,7 +93,7 @@ def main() -> None:
     s = aligned[1]
     dora = Segment(s.name, s.source, s.destination, s.lora_A, s.lora_B, 1.0, torch.ones(64))
     for variant in backend.prepare([dora], CPU)._norm_variants[0]:
-        assembly(triton_device.row_norms, variant.options, out="*fp64")
+        assembly(merge_kernels.row_norms, variant.options, out="*fp64")
     tracked_assembly([dora])
 
 

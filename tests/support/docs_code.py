@@ -16,7 +16,8 @@ from typing import Any
 from repository import ROOT
 
 DOCS = ROOT / "docs"
-ROOT_PAGES = tuple(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"))
+_ROOT = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
+ROOT_PAGES = tuple(ROOT / name for name in _ROOT)
 PAGES = (*ROOT_PAGES, *sorted(DOCS.glob("*.md")))
 OURS = re.compile(r"\blora_merge\.|from lora_merge|\b(VllmSync|MergedWeights|Chunks)\(")
 

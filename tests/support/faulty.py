@@ -44,9 +44,9 @@ class Faulty(first_calls.Settled):
 
             return call
 
-        if where in ours._OPS:
-            self._mended = lambda works=ours._OPS[where]: ours._OPS.update({where: works})
-            ours._OPS[where] = broken(ours._OPS[where])
+        if where in ours.OPERATIONS:
+            self._mended = lambda works=ours.OPERATIONS[where]: ours.OPERATIONS.update({where: works})
+            ours.OPERATIONS[where] = broken(ours.OPERATIONS[where])
         else:
             owner, name = _WHERE[where]
             works = getattr(owner, name)

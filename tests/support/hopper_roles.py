@@ -143,7 +143,7 @@ class Launch:
 
         self.under_way.append(land)
 
-    def ask_for_tiles(self) -> Steps:
+    def produce_tiles(self) -> Steps:
         ring, number = Ring(), 0
 
         def take(n: int) -> None:
@@ -169,7 +169,7 @@ class Launch:
             ring.advance(self.stages)
             yield True
 
-    def ask_for_A(self) -> Steps:
+    def produce_A(self) -> Steps:
         n, rings = 0, [Ring() for _ in range(self.groups)]
         while True:
             yield from self.given[n % SLOTS].wait(n // SLOTS % 2)
@@ -327,7 +327,7 @@ class Launch:
     def run(self, seed: int) -> None:
         """Raises what goes wrong in one schedule."""
         chance = random.Random(seed)
-        roles = {"tiles": self.ask_for_tiles(), "A": self.ask_for_A()}
+        roles = {"tiles": self.produce_tiles(), "A": self.produce_A()}
         roles |= {f"store {which}": self.store(which) for which in range(STORE_WARPS)}
         roles |= {f"group {group}": self.multiply(group) for group in range(self.groups)}
         weights = {name: chance.choice((1, 1, 5, 25)) for name in [*roles, "copies"]}

@@ -20,11 +20,11 @@ from lora_merge import Plan, Segment
 from lora_merge.kernels.bindings import native
 from lora_merge.kernels.cuda import backend as cuda
 from lora_merge.kernels.cuda import tracked as cuda_tracked
-from lora_merge.kernels.cuda.scaled import CudaScale, MergedAtOnce, apart
+from lora_merge.kernels.cuda.scaled import CudaScale, MergedAtOnce, separate
 from lora_merge.kernels.scaled.two_step import TwoStepScaled
 from lora_merge.kernels.scaled.weights import Group, Scaled, place
 from lora_merge.kernels.segments import FP8
-from lora_merge.kernels.tracked import one_pass as fused
+from lora_merge.kernels.tracked import one_pass
 from lora_merge.restore import TrackedPlan
 
 DEVICE = torch.device("cuda", 0)
@@ -90,7 +90,7 @@ def tracked(segments: list[Segment]) -> None:
     in_place.append(dataclasses.replace(scaled, destination=scaled.source, row_scale=torch.rand(70, device=DEVICE)))
     before = [s.source.clone() for s in in_place]
     others = [dataclasses.replace(s, scaling=2 * s.scaling) for s in in_place]
-    for fused.FIRST_ROOM, cuda_tracked.LEFT_OVER in ((1000, 512), (1, 1)):  # the arena ends on the way; chunks
+    for one_pass.FIRST_ROOM, cuda_tracked.LEFT_OVER in ((1000, 512), (1, 1)):  # the arena ends on the way; chunks
         # Segments that a launch of both adapters has no room for would send all of them the way of two passes.
         for low, high in ((0, 128), (129, 512)):
             ranks = [number for number, s in enumerate(in_place) if low <= s.rank <= high]
@@ -130,7 +130,7 @@ def at_once(group: Group, base: torch.dtype) -> None:
         values, scales = torch.empty(rows, cols, dtype=FP8, device=DEVICE), torch.empty(count, device=DEVICE)
         targets.append(Scaled(values, scales, group, base))
         segments.append(dataclasses.replace(s, destination=values))
-    here, _ = apart(place(segments, targets), DEVICE)
+    here, _ = separate(place(segments, targets), DEVICE)
     assert here or torch.cuda.get_device_capability() != (9, 0)
     if here:
         MergedAtOnce(here, DEVICE)(False, 0)

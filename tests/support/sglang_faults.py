@@ -46,42 +46,46 @@ class Phase(NamedTuple):
 
 PHASES = {
     "hello": Phase(stood=False, writes=False),
-    "examine": Phase(fresh=True, stood=False, writes=False),
-    "examine_update": Phase("engine", fresh=True, stood=False, writes=False),
-    "exports": Phase(fresh=True, stood=False, writes=False),
-    "blocked": Phase("pull", fresh=True, stood=False, writes=False),
-    "let_go": Phase("pull", stood=False, writes=False, moves=True),
+    "dry_run": Phase(fresh=True, stood=False, writes=False),
+    "check_update": Phase("engine", fresh=True, stood=False, writes=False),
+    "export_memory": Phase(fresh=True, stood=False, writes=False),
+    "blocked_tensors": Phase("pull", fresh=True, stood=False, writes=False),
+    "unmap_source": Phase("pull", stood=False, writes=False, moves=True),
     "connect": Phase(fresh=True, stood=False, writes=False),
-    "offer": Phase("pull", fresh=True, stood=False, writes=False),
+    "map_source": Phase("pull", fresh=True, stood=False, writes=False),
     "note_pause": Phase(stood=False, writes=False),
     "requests": Phase(stood=False, writes=False),
-    "update": Phase("engine", writes=False),
-    "start": Phase(),
+    "receive_update": Phase("engine", writes=False),
+    "begin_full": Phase(),
     "receive": Phase(),
     "bucket": Phase(after=1),
     "pull": Phase("pull"),
-    "forget": Phase(),
+    "flush_cache": Phase(),
     "finish": Phase(),
     "commit": Phase(),
     "merge": Phase("engine"),
     "products": Phase("engine"),
     "checksums": Phase(verify=True),
-    "verified": Phase(verify=True),
+    "received_checksums": Phase(verify=True),
     "receive+abort": Phase(),
     "receive+disconnect": Phase(),
 }
 """("abort" and "disconnect" are what a push that has failed calls.)"""
 ADAPTER_PHASES = {
-    "adapter_modules": Phase("adapter", stood=False, writes=False),
-    "adapter": Phase("adapter"),
+    "unserved_modules": Phase("adapter", stood=False, writes=False),
+    "receive_adapter": Phase("adapter"),
     "load adapter": Phase("adapter"),
 }
 """Of pushes in adapter mode. (When SGLang fails to load it, the one before is gone already.)"""
-PAUSED = {"requests": "wait"} | dict.fromkeys(["blocked", "let_go", "receive+abort", "receive+disconnect"], "keep")
+PAUSED = {"requests": "wait"} | dict.fromkeys(
+    ["blocked_tensors", "unmap_source", "receive+abort", "receive+disconnect"], "keep"
+)
 """Phases with one of the pauses alone. ("requests" is asked to wait for them; to the others it does not matter.)"""
 FLIGHTS = [(where, pause) for where in PHASES for pause in PAUSES if PAUSED.get(where, pause) == pause]
 """Phases, and what becomes of requests in flight."""
-WIDE_FLIGHTS = [(where, pause) for where, pause in FLIGHTS if where not in ("exports", "blocked", "let_go")]
+WIDE_FLIGHTS = [
+    (where, pause) for where, pause in FLIGHTS if where not in ("export_memory", "blocked_tensors", "unmap_source")
+]
 """Those in which several schedulers are more than one."""
 
 

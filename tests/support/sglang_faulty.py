@@ -18,7 +18,7 @@ _MENDED: list[Callable[[], object]] = []
 def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from lora_merge.engine.sglang.plugin import HOOKED
+    from lora_merge.engine.sglang.internals import HOOKED
 
     HookRegistry.register(HOOKED, _check_weights, HookType.AROUND)
 
@@ -60,10 +60,10 @@ def _break(where: str, after: int, dies: bool) -> None:
 
         return call
 
-    if where in worker._OPS:
-        works = worker._OPS[where]
-        _MENDED.append(lambda: worker._OPS.update({where: works}))
-        worker._OPS[where] = broken(works)
+    if where in worker.OPERATIONS:
+        works = worker.OPERATIONS[where]
+        _MENDED.append(lambda: worker.OPERATIONS.update({where: works}))
+        worker.OPERATIONS[where] = broken(works)
     else:
         owner, name = _where(where)
         works = getattr(owner, name)

@@ -24,12 +24,11 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from lora_merge import PushFailed, PushRefused, VllmSync
+from lora_merge.engine import lease as claim
 from lora_merge.engine.payload.adapter import AdapterSource
-from lora_merge.engine.push import heartbeat
-from lora_merge.engine.push import pusher as push
+from lora_merge.engine.push import heartbeat, introduction
 from lora_merge.engine.push.sequence import EngineSequence
 from lora_merge.engine.transport.sender import Sender
-from lora_merge.engine.worker import lease as claim
 from lora_merge.stream.bucket_writer import BucketWriter
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
@@ -295,7 +294,7 @@ async def who_waits_on_another_host(llm: AsyncLLM, model: Any) -> None:
     for beat_s in (0.2, 1000.0):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(heartbeat, "BEAT_S", beat_s)
-            for module in (push, claim):
+            for module in (introduction, claim):
                 patch.setattr(module, "host_id", lambda: "elsewhere/1/2/3")
             await llm.collective_rpc("slow", args=(True,))
             running = await in_flight(llm, f"is waited for, {beat_s}")

@@ -26,7 +26,7 @@ from torch import nn
 from weight_bits import bits_of
 
 from lora_merge import Plan, PushFailed, VllmSync
-from lora_merge.engine.vllm.loading import fused
+from lora_merge.engine.vllm.loading import direct
 from lora_merge.engine.vllm.loading.compressed import Scheme, as_in_checkpoint, named_back
 from lora_merge.engine.vllm.loading.reload import on_meta
 from lora_merge.engine.worker.dry_run import Capture, feed
@@ -93,7 +93,7 @@ def test_adapters_of_several_ranks(one: Any) -> None:
     for written in (False, True):
         with pytest.MonkeyPatch.context() as patched, closing(VllmSync(model, llm, bucket_bytes=NARROW)) as sync:
             if not written:
-                patched.setattr(fused.Fused, "places", lambda *_: DirectTargets({}))
+                patched.setattr(direct.DirectLayers, "targets", lambda *_: DirectTargets({}))
             forget(llm)
             with quantised.reloaded(llm) as found:
                 sync.push(verify=True)
@@ -146,7 +146,7 @@ def test_layers_are_reloaded_where_vllm_makes_other_bits(one: Any, name: str, ca
         caplog.clear()
         with (
             pytest.MonkeyPatch.context() as patched,
-            caplog.at_level(logging.DEBUG, fused.__name__),
+            caplog.at_level(logging.DEBUG, direct.__name__),
             closing(VllmSync(model, llm, bucket_bytes=NARROW)) as sync,
             quantised.reloaded(llm) as found,
         ):
@@ -236,7 +236,7 @@ def test_blocks_that_do_not_divide_the_shape(
     """At the end of a weight a block is a smaller one. Where a tensor begins inside of a block of the engine's layer,
     its checkpoint has scales of parts that the kernel does not make; what comes in buckets with it is reloaded, too."""
     build = partial(uneven, intermediate)
-    caplog.set_level(logging.DEBUG, fused.__name__)
+    caplog.set_level(logging.DEBUG, direct.__name__)
     found = assert_as_fresh(policy(build=build), tmp_path / "merged", build, bucket_bytes=256 * 192 * 2)
     assert left <= found if left else not found
     said = re.findall(r"MergedColumnParallelLinear of \S+ is reloaded: weight came out with other bits", caplog.text)
@@ -266,15 +266,15 @@ def test_the_proof_finds_that_compressed_tensors_are_other_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Were they not told apart by their name."""
-    read = fused._read
+    read = direct._read
 
     def any_scheme(loading: Any) -> Any:
-        unnamed = fused._Loading(loading.root, loading.records, loading.fed, {})
+        unnamed = direct._Loading(loading.root, loading.records, loading.fed, {})
         monkeypatch.setattr(type(unnamed), "pairs", property(lambda self: {"weight"}))
         return read(unnamed)
 
-    monkeypatch.setattr(fused, "_read", any_scheme)
-    caplog.set_level(logging.DEBUG, fused.__name__)
+    monkeypatch.setattr(direct, "_read", any_scheme)
+    caplog.set_level(logging.DEBUG, direct.__name__)
     found = assert_as_fresh(policy(build=even), tmp_path / "merged", even, partial(ct, strategy="block"))
     assert found == set(FUSED)
     assert "came out with other bits than the kernel's" in caplog.text
@@ -349,7 +349,7 @@ def test_experts(
     from vllm.distributed import parallel_state
 
     monkeypatch.setattr(parallel_state, "get_tp_group", lambda: SimpleNamespace(world_size=1))
-    caplog.set_level(logging.DEBUG, fused.__name__)
+    caplog.set_level(logging.DEBUG, direct.__name__)
     layer, scheme = Experts(middle, swapped), Scheme(torch.float8_e4m3fn, "block", "_scale_inv")
     shapes = {"gate": (middle, 256), "up": (middle, 256), "down": (256, middle)}
     stream = {f"{e}.{w}.weight": torch.randn(shape).bfloat16() for e in range(3) for w, shape in shapes.items()}
@@ -363,7 +363,7 @@ def test_experts(
     refused, of_scales = named_back(capture, {}, schemes, torch.bfloat16)
     assert not refused
     records = [*capture.records, *of_scales]
-    places = fused.Fused().targets([layer], records, fed, dict.fromkeys(owners, layer), schemes)
+    places = direct.DirectLayers().targets([layer], records, fed, dict.fromkeys(owners, layer), schemes)
     assert said in caplog.text
     assert bool(places.views) == (not said)
     if said:

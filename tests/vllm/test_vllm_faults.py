@@ -59,19 +59,19 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 # where -> in which mode, after how many times, what the push raises, whether the engine is dirty then
 PHASES: dict[str, tuple[str, int, type[LoraMergeError], bool]] = {
     "hello": ("merged", 0, PushRefused, False),
-    "examine": ("merged", 0, PushRefused, False),
+    "dry_run": ("merged", 0, PushRefused, False),
     "connect": ("merged", 0, PushRefused, False),
     "note_pause": ("merged", 0, PushRefused, False),
-    "start": ("merged", 0, PushFailed, True),
+    "begin_full": ("merged", 0, PushFailed, True),
     "receive": ("merged", 0, PushFailed, True),
     "bucket": ("merged", 0, PushFailed, True),
     "bucket n": ("merged", 3, PushFailed, True),
     "finish": ("merged", 0, PushFailed, True),
     "commit": ("merged", 0, PushFailed, True),
     "checksums": ("merged", 2, PushFailed, True),
-    "verified": ("merged", 0, PushFailed, True),
-    "adapter_modules": ("adapter", 0, PushRefused, False),
-    "adapter": ("adapter", 0, PushFailed, True),
+    "received_checksums": ("merged", 0, PushFailed, True),
+    "unserved_modules": ("adapter", 0, PushRefused, False),
+    "receive_adapter": ("adapter", 0, PushFailed, True),
 }
 WORKERS = [[0], [1], [0, 1]]
 
@@ -85,10 +85,10 @@ def check_phase(llm: Any, sync: VllmSync, where: str, ranks: list[int], answers:
     if where == "hello":  # a push asks twice where engines slept; `states` asks too
         with pytest.raises(PushRefused, match="injected"):
             sync.states()
-    if where in ("connect", "examine"):  # what stands is not asked for again
+    if where in ("connect", "dry_run"):  # what stands is not asked for again
         sync = VllmSync(sync._weights.model, llm, bucket_bytes=1 << 17)
     with pytest.raises(LoraMergeError, match=f"injected into {name}") as raised:
-        sync.push(mode=mode, verify=where in ("checksums", "verified"))
+        sync.push(mode=mode, verify=where in ("checksums", "received_checksums"))
     assert type(raised.value) is error, raised.value
     for rank in range(2):
         assert (f"worker {rank}: " in str(raised.value)) == (rank in ranks), "which worker failed"
@@ -206,7 +206,7 @@ def test_answers_to_an_earlier_call_are_not_taken_for_those_of_this_one(
 
 
 def test_an_unknown_call_is_an_answer(wide: Any) -> None:
-    for request in ("no json", '{"op": "format"}', '{"op": "examine"}', '{"op": "hello", "trainer": "nobody"}'):
+    for request in ("no json", '{"op": "format"}', '{"op": "dry_run"}', '{"op": "hello", "trainer": "nobody"}'):
         answers = wide.collective_rpc("lora_merge", args=(request,))
         assert all('"error"' in answer for answer in answers), answers
     with pytest.raises(WorkerFailed, match=r"worker 0: .*worker 1: "):

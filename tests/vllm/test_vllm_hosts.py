@@ -21,10 +21,10 @@ from engines import train
 from hosts import Other, run_on_two
 
 from lora_merge import LoraMergeError, PushFailed, PushRefused, VllmSync
+from lora_merge.engine.lease import SILENT_S
 from lora_merge.engine.payload.update import UpdatePayload
 from lora_merge.engine.transport import tcp_link as links
 from lora_merge.engine.transport.sender import Sender
-from lora_merge.engine.worker.lease import SILENT_S
 from lora_merge.stream.bucket_writer import BucketWriter
 from tests.vllm.test_vllm_processes import Server, greedy, push_and_die
 

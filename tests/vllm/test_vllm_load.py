@@ -216,17 +216,17 @@ def test_trainers_before_and_after(wide: tuple[Any, Path], tmp_path: Path) -> No
 # where -> whether the engine is dirty then
 PHASES = {
     "hello": False,
-    "examine": False,
-    "examine_update": False,
-    "own": False,
+    "dry_run": False,
+    "check_update": False,
+    "adopt_checkpoint": False,
     "connect": False,
     "note_pause": False,
-    "update": False,
+    "receive_update": False,
     "products": True,
     "finish": True,
     "merge": True,
 }
-PHASES_AFTER = {"update": False, "unmerge": True, "products": True, "merge": True}
+PHASES_AFTER = {"receive_update": False, "unmerge": True, "products": True, "merge": True}
 PHASES_OFF = {"hello": False, "unload": False, "unmerge": True, "finish": True, "merge": True}
 
 
@@ -243,7 +243,7 @@ def test_workers_fail_in_each_phase(
     for where, dirty in phases.items():
         if phases is PHASES:
             unload_adapter(llm)
-            if where in ("own", "examine", "examine_update"):
+            if where in ("adopt_checkpoint", "dry_run", "check_update"):
                 llm.collective_rpc("forget")
         before, bits = states(llm), llm.collective_rpc("bits")
         llm.collective_rpc("fail", args=(where, ranks, 0))

@@ -25,8 +25,8 @@ from vllm.v1.attention.backend import AttentionImplBase
 
 from lora_merge import MergedWeights, PushFailed, PushRefused, VllmSync
 from lora_merge.engine.vllm import worker as worker_module
-from lora_merge.engine.vllm.decorated import complaint, decorated
 from lora_merge.engine.vllm.loading.loader import Loader
+from lora_merge.engine.vllm.sync import compiled_classes, forward_complaint
 from lora_merge.engine.worker.modules import Modules
 from lora_merge.stream.buckets import Meta, lay_out
 from lora_merge.verify import coverage
@@ -97,11 +97,11 @@ def test_a_parameter_that_loading_makes(tmp_path: Path) -> None:
 def test_classes_that_an_engine_in_this_process_has_changed(tmp_path: Path) -> None:
     """vLLM's Transformers backend decorates transformers' classes: the trainer's forward fails after that."""
     model, other = models.with_lora(engines.olmo2, target_modules=["q_proj"]), engines.qwen2()
-    assert complaint(model) == ""
+    assert forward_complaint(model) == ""
     with engine(model, tmp_path / "base") as llm:
-        assert decorated(model) == ["Olmo2Model"]
-        assert "Olmo2Model of transformers" in complaint(model)
-        assert complaint(other) == ""
+        assert compiled_classes(model) == ["Olmo2Model"]
+        assert "Olmo2Model of transformers" in forward_complaint(model)
+        assert forward_complaint(other) == ""
         with pytest.raises(AttributeError, match="do_not_compile"):
             model(torch.tensor([[1, 2, 3]]))
         with pytest.warns(UserWarning, match=r"Olmo2Model of transformers.*VLLM_ENABLE_V1_MULTIPROCESSING=1"):

@@ -106,12 +106,12 @@ def test_another_process_and_a_trainer_that_breaks(tmp_path: Path, monkeypatch: 
 
 def serve_damaged(sender: Sender, source: Any, run: Any, gone: Any, route: Any = None) -> None:
     """As `Sender.serve`, by a transport that flips a bit on the way."""
-    assert sender._box is not None
+    mailbox: Any = sender.ends["shm"]
     for index in range(len(source.table)):
         source.fill(index, sender.buffers[index % 2][: sender.nbytes], run)
         sender.buffers[index % 2][100] ^= 1
-        sender._box[0] = index + 1
-        while sender._box[2] <= index and not gone():
+        mailbox.box[0] = index + 1
+        while mailbox.box[2] <= index and not gone():
             time.sleep(1e-3)
 
 
@@ -231,7 +231,7 @@ def test_one_replica_fails_and_the_other_is_valid(servers: list[Server], monkeyp
     rpc = failing.rpc
 
     async def broken(op: str, **message: Any) -> Any:
-        if op == "start":
+        if op == "begin_full":
             raise RuntimeError("injected")
         return await rpc(op, **message)
 

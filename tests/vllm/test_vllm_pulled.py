@@ -27,8 +27,8 @@ from torch import nn
 from lora_merge import LoraMergeError, MergedWeights, PushFailed, PushRefused, VllmSync
 from lora_merge.engine.payload.pull import MOVED, PullBuilder, PullSource
 from lora_merge.engine.push import negotiators as offer
-from lora_merge.engine.push.pusher import Pusher
 from lora_merge.engine.push.replica import SyncReport
+from lora_merge.engine.push.transfer import TransferRun
 from lora_merge.shards import here
 from lora_merge.verify import coverage
 from tests.shards.test_shards_merge import fsdp1, fsdp2, fsdp2_columns
@@ -149,13 +149,13 @@ def test_experts_come_in_buckets_and_what_lies_beside_them_is_read(
     experts = {"target_modules": engines.LINEARS[:4], "target_parameters": engines.EXPERTS}
     model = shared(models.with_lora(engines.qwen3_moe, **experts))
     sums: list[set[str]] = []
-    check = Pusher._check_arrived
+    check = TransferRun._check_arrived
 
-    async def checked(self: Pusher, replica: Any, sent: Any) -> None:
+    async def checked(self: TransferRun, replica: Any, sent: Any) -> None:
         sums.append(set(sent.checksums))
         await check(self, replica, sent)
 
-    monkeypatch.setattr(Pusher, "_check_arrived", checked)
+    monkeypatch.setattr(TransferRun, "_check_arrived", checked)
     with engine(model, tmp_path / "base", processes=True, **EXTENDED) as llm:
         sync = begun(VllmSync(model, llm, bucket_bytes=1 << 16))
         plans = []
@@ -271,8 +271,8 @@ def test_stochastic_rounding_has_the_same_bits_both_ways(tmp_path: Path, monkeyp
 
 # where -> after how many times, whether the engine is dirty then
 PHASES = {
-    "blocked": (0, False),
-    "offer": (0, False),
+    "blocked_tensors": (0, False),
+    "map_source": (0, False),
     "pull": (0, True),
     "finish": (0, True),
     "commit": (0, True),
@@ -450,10 +450,10 @@ def shards(rank: int, folder: Path) -> None:
             for llm in llms:
                 check_answers(llm, sync, again, 12e-6, True)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(PullBuilder, "stands", lambda *args: False)
+                patch.setattr(PullBuilder, "serves", lambda *args: False)
                 patch.setattr(offer, "unreadable", lambda stream: "not to be read from now on")
                 for llm in llms:
-                    llm.collective_rpc("fail", args=("let_go", [1], 0))
+                    llm.collective_rpc("fail", args=("unmap_source", [1], 0))
                 with pytest.raises(PushRefused, match="injected into let_go"):  # on every rank
                     sync.push()
                 for llm in llms:

@@ -22,8 +22,8 @@ from engines import ask, engine, train
 from torch import nn
 
 from lora_merge import LoraMergeError, MergedWeights, PushFailed, PushRefused, VllmSync
+from lora_merge.engine.vllm.loading.direct import DirectLayers
 from lora_merge.engine.vllm.loading.formats import bring_scales_back, calibrated_scales, refusal, stale_scales
-from lora_merge.engine.vllm.loading.fused import Fused
 from lora_merge.engine.worker.modules import Modules
 from lora_merge.serve import load_adapter, unload_adapter
 from lora_merge.stream.bucket_writer import BucketWriter
@@ -337,7 +337,7 @@ def test_an_adapter_beside_the_quantised_base(one: Any) -> None:
 def test_a_push_that_breaks_off_in_the_middle_of_a_layer(anew: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layer is closed again, the engine dirty, and the next push heals it."""
     llm, model, _ = anew
-    monkeypatch.setattr(Fused, "places", lambda *_: DirectTargets({}))  # all are reloaded
+    monkeypatch.setattr(DirectLayers, "targets", lambda *_: DirectTargets({}))  # all are reloaded
     with closing(VllmSync(model, llm, bucket_bytes=BUCKET)) as sync:
         quantised.assert_heals(llm, sync, bits)
 
@@ -524,7 +524,7 @@ def test_nobody_waits_for_a_worker_that_failed(wide: Any, ranks: list[int]) -> N
     """The other one stood in a collective for a scale, for ever."""
     llm, model, _ = wide
     for merge, phases in (
-        ("trainer", ["start", "receive", "bucket", "bucket 3", "finish", "commit"]),
+        ("trainer", ["begin_full", "receive", "bucket", "bucket 3", "finish", "commit"]),
         ("engine", ["merge", "products", "unmerge", "receive"]),
     ):
         with closing(VllmSync(model, llm, merge=merge, bucket_bytes=BUCKET)) as sync:

@@ -66,8 +66,8 @@ def counted() -> Iterator[Counter[WorkerId]]:
     went: Counter[WorkerId] = Counter()
     hand = TcpSender.hand
 
-    def handing(self: TcpSender, turn: int, data: Any, recipients: Any) -> None:
-        hand(self, turn, data, recipients)
+    def handing(self: TcpSender, turn: int, data: Any, recipients: Any, last: bool) -> None:
+        hand(self, turn, data, recipients, last)
         went.update({place: data.numel() for place, member in self._members.items() if turn in member.due})
 
     with pytest.MonkeyPatch.context() as patch:
@@ -135,7 +135,7 @@ def test_experts_cross_to_the_hosts_that_hold_them(anew: bool, tmp_path: Path) -
 
 
 # where -> whether the engine is dirty then
-PHASES = {"update": False, "remerge": True, "products": True, "merge": True, "verified": True}
+PHASES = {"receive_update": False, "remerge": True, "products": True, "merge": True, "received_checksums": True}
 
 
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1]], ids=str)
@@ -150,7 +150,7 @@ def test_one_or_all_workers_fail_in_each_phase(halves: Any, ranks: list[int]) ->
             before, bits = sync.states(), halves.collective_rpc("bits")
             halves.collective_rpc("fail", args=(where, ranks, 0))
             with pytest.raises(LoraMergeError, match=f"injected into {where}") as raised:
-                sync.push(verify=where == "verified")
+                sync.push(verify=where == "received_checksums")
             for rank in range(2):
                 assert (f"worker {rank}: " in str(raised.value)) == (rank in ranks), "which worker failed"
             assert halves.collective_rpc("mend") == ["well"] * 2

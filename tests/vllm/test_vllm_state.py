@@ -268,7 +268,7 @@ def test_engines_are_judged_anew_when_something_changed(llm: LLM, monkeypatch: p
     judged = []
     real = lora_merge.engine.push.compatibility.evaluate
     monkeypatch.setattr(
-        lora_merge.engine.push.compatibility, "judge", lambda *args: (judged.append(args), real(*args))[1]
+        lora_merge.engine.push.compatibility, "evaluate", lambda *args: (judged.append(args), real(*args))[1]
     )
     model = policy()
     sync = VllmSync(model, llm)

@@ -278,12 +278,12 @@ def test_weights_that_something_else_has_changed(wide: Any) -> None:
 PHASES = {
     "hello": (0, False),
     "note_pause": (0, False),
-    "update": (0, False),
+    "receive_update": (0, False),
     "remerge": (0, True),
     "products": (0, True),
     "finish": (0, True),
     "merge": (0, False),
-    "verified": (0, True),
+    "received_checksums": (0, True),
 }
 
 
@@ -298,7 +298,7 @@ def test_one_or_all_workers_fail_in_each_phase(wide: Any, ranks: list[int]) -> N
         before, bits = sync.states(), wide.collective_rpc("bits")
         wide.collective_rpc("fail", args=(where, ranks, after))
         with pytest.raises(LoraMergeError, match=f"injected into {where}") as raised:
-            sync.push(verify=where == "verified")
+            sync.push(verify=where == "received_checksums")
         for rank in range(2):
             assert (f"worker {rank}: " in str(raised.value)) == (rank in ranks), "which worker failed"
         assert wide.collective_rpc("mend") == ["well"] * 2
@@ -311,7 +311,7 @@ def test_one_or_all_workers_fail_in_each_phase(wide: Any, ranks: list[int]) -> N
     sync.close()
 
 
-@pytest.mark.parametrize("where", ["examine_update"])
+@pytest.mark.parametrize("where", ["check_update"])
 def test_workers_that_cannot_say_whether_it_fits(wide: Any, where: str) -> None:
     model = policy(seed=13)
     sync = VllmSync(model, wide, merge="engine")

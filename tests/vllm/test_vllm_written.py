@@ -141,7 +141,13 @@ def test_experts_go_through_buckets_and_what_lies_beside_them_straight(tmp_path:
 
 
 # where -> after how many times, whether the engine is dirty then
-PHASES = {"examine": (0, False), "exports": (0, False), "start": (0, True), "finish": (0, True), "commit": (0, True)}
+PHASES = {
+    "dry_run": (0, False),
+    "export_memory": (0, False),
+    "begin_full": (0, True),
+    "finish": (0, True),
+    "commit": (0, True),
+}
 
 
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1]], ids=str)
@@ -196,7 +202,7 @@ def test_a_replica_that_fails_before_is_not_written_to(wide: Any, tmp_path: Path
         for number, failing in enumerate([llm, wide]):
             train(model, number)
             workers = 1 if failing is llm else 2
-            failing.collective_rpc("fail", args=("start", [0], 0))
+            failing.collective_rpc("fail", args=("begin_full", [0], 0))
             before = failing.collective_rpc("bits")
             with pytest.raises(PushFailed, match="injected into start"):
                 sync.push()

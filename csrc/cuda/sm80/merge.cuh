@@ -6,7 +6,7 @@
 //   A    the strip's columns of lora_A, all ranks, in shared memory (in registers up to rank 32), loaded once a unit.
 //   mma  (A^T)(B^T): columns of W are the 16-wide side of the matrix unit, rows the 8-wide side. Products of bf16,
 //        float32 sums. All ranks are summed in the matrix unit. Its adder truncates, by up to 2^-20 of what it adds for
-//        16 ranks, which is small beside rounding to 16 bits; where W or the result is float32, or the adapters are,
+//        16 ranks, which is small against rounding to 16 bits; where W or the result is float32, or the adapters are,
 //        32 ranks are summed there and then added to the rest (round to nearest).
 //   out  registers -> the stage of W -> global, so that eight lanes write 128 adjacent bytes.
 //
@@ -18,7 +18,7 @@
 // only how data is loaded and stored.
 //
 // bf16 adapters are multiplied as they are, and fp16 ones of fp16 weights. All others keep float32 accuracy: each
-// number is split into three bf16 parts, and the six products above 2^-26 are summed, large and small ones apart; or
+// number is split into three bf16 parts, and the six products above 2^-26 are summed, small ones separately; or
 // they come as pairs of fp16 (parts.h; lora_merge/kernels/cuda/table.py says which do), of which three products are.
 #pragma once
 #include "../copies.cuh"

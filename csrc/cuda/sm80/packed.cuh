@@ -1,4 +1,4 @@
-// Merging quantised bases: a second walk over units, whose source is codes (codes.cuh). Bits are those of the merge
+// Merging quantised bases: a second loop over units, whose source is codes (codes.cuh). Bits are those of the merge
 // kernel on the decoded weight.
 //
 // It works as merge.cuh does, but without stages: codes are a quarter of what is moved, or less. What a lane needs of

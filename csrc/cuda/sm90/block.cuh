@@ -12,9 +12,9 @@ namespace hopper {
 constexpr int kSlots = 8;  // of units: more than tiles in flight can belong to, and the next one
 constexpr int kStoreWarps = 2, kMostGroups = 4;
 
-// Warpgroups that multiply: two, or three for a way that waits for latencies more than for memory, or four. With three
-// in turns, a box must take one turn, or a group without a box at the end would keep its turn: up to kManyRank (of all
-// products). And a strip has four: of two, lora_A would be left while another group still reads it.
+// Warpgroups that multiply: two, or three for an epilogue that waits for latencies more than for memory, or four. With
+// three in turns, a box must take one turn, or a group without a box at the end would keep its turn: up to kManyRank
+// (of all products). And a strip has four: of two, lora_A would be left while another group still reads it.
 constexpr int kManyRank = kChunksOfTurn<3> * kChunk;
 template <int Groups>
 constexpr int kWarpsOfGroups = 4 * Groups;
@@ -57,7 +57,7 @@ struct Block {
       : launch(l), layout(y), memory(m), shared(*reinterpret_cast<Shared*>(m + y.before_own())) {}
   __device__ __forceinline__ char* stage(int i) const { return memory + i * layout.stage_bytes; }
   __device__ __forceinline__ char* stage_B(int i) const { return stage(i) + layout.cols / kBoxCols * kBoxBytes; }
-  __device__ __forceinline__ char* stage_beside(int i) const { return stage_B(i) + layout.bytes_of_B; }
+  __device__ __forceinline__ char* stage_extra(int i) const { return stage_B(i) + layout.bytes_of_B; }
   __device__ __forceinline__ char* lora_A(int i) const {
     return memory + layout.stages * layout.stage_bytes + i * layout.bytes_of_A;
   }
@@ -86,14 +86,14 @@ struct Block {
   }
 };
 
-// Who splits float32 lora_A into parts: the warp that asks for it, or the groups, each the boxes that it always has.
-template <typename Adapter, typename Way>
-constexpr bool kSplitsAhead = kWide<Adapter>&& Way::kAhead;
-template <typename Adapter, typename Way>
-constexpr bool kGroupsSplit = kWide<Adapter> && !Way::kAhead;
+// Who splits float32 lora_A into parts: the warp that loads it, or the groups, each the boxes that it always has.
+template <typename Adapter, typename Epilogue>
+constexpr bool kSplitsAhead = kWide<Adapter> && Epilogue::kAhead;
+template <typename Adapter, typename Epilogue>
+constexpr bool kGroupsSplit = kWide<Adapter> && !Epilogue::kAhead;
 // Whether groups have no turns, and any group any box, so that each sees each box of lora_A come and go.
-template <typename Adapter, typename Way>
-constexpr bool kAnyBox = Way::kInPairs || kSplitsAhead<Adapter, Way>;
+template <typename Adapter, typename Epilogue>
+constexpr bool kAnyBox = Epilogue::kInPairs || kSplitsAhead<Adapter, Epilogue>;
 
 // A position in a ring.
 struct Ring {

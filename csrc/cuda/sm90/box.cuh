@@ -8,7 +8,7 @@ namespace hopper {
 
 enum Kind : int { kMerge, kRaw, kStop };
 
-// What the warp that asks tells the others about a tile.
+// What the producer tells the others about a tile.
 struct Tile {
   const TensorMap* out;
   int row, col;     // of the segment
@@ -18,7 +18,7 @@ struct Tile {
   int first, last;  // of a unit
   int kind;         // Kind
   float scaling;
-  int64_t number;  // the way's
+  int64_t number;  // the epilogue's
 };
 
 // And where it has two products, of the first one.
@@ -35,7 +35,7 @@ struct Box {
   const Tile& tile;
   const Before& before;
   char* const W;       // in shared memory
-  const char* beside;  // of the tile
+  const char* extra;   // of the tile
   int number, row;     // of the box in its strip; of the tile
   int fragment;        // bytes to the row of 16 bytes that this lane names in run 0
   bool special;        // rounded stochastically, or scaled by rows

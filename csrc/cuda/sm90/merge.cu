@@ -27,16 +27,16 @@ int encode(Encode encode_tiled, TensorMap* out, CUtensorMapDataType type, int si
 
 // Adds and rounds: the result takes W's place.
 struct Merge {
-  static constexpr int kBesideBox = 0, kProducts = 1, kBoxesOut = 1;
+  static constexpr int kExtraBox = 0, kProducts = 1, kBoxesOut = 1;
   static constexpr bool kCopies = true, kMany = false, kAhead = false, kInPairs = false;
   __device__ __forceinline__ int64_t number(const Segment&, int, int) const { return 0; }
   __device__ __forceinline__ int bytes(int) const { return 0; }
   __device__ __forceinline__ void load(uint32_t, int64_t, int, uint32_t) const {}
 
   template <typename T>
-  struct Hand : hopper::Rounding<T> {
+  struct ConsumerOps : hopper::Rounding<T> {
     using typename hopper::Rounding<T>::Read;
-    __device__ __forceinline__ explicit Hand(const Merge&) {}
+    __device__ __forceinline__ explicit ConsumerOps(const Merge&) {}
     __device__ __forceinline__ void meanwhile(const hopper::Box&, const Read&) const {}
     __device__ __forceinline__ void finish(const hopper::Box& box, const Read& read, const float (&sum)[32]) const {
       hopper::Rounding<T>::finish(box, read, sum, [&](int i, const Packed<T>& x) { hopper::store(box, i, x); });

@@ -1,12 +1,12 @@
 // The merge kernel for compute capability 9: tiles by tensor maps both ways, wgmma, warps with roles.
 //
-// A block owns a multiprocessor. One warp asks for tiles of W and lora_B, one for lora_A, warpgroups multiply, add and
-// round, two warps send results out. A tile is 64 rows of a strip.
+// A block owns a multiprocessor. One warp loads tiles of W and lora_B, one loads lora_A (producer.cuh), warpgroups
+// multiply, add and round, two warps store results. A tile is 64 rows of a strip.
 //
 //   units   a strip of 256 (or 128) columns and some rows, handed out by a counter.
 //   W       global -> a stage in shared memory, several stages ahead, across units: boxes of 64 rows x 128 bytes, whose
 //           16-byte vectors are swizzled (vector v of row r at v ^ r % 8).
-//   lora_B  64 rows, all ranks, beside W in the stage: a box a chunk of 32 ranks.
+//   lora_B  64 rows, all ranks, behind W in the stage: a box a chunk of 32 ranks.
 //   lora_A  the strip's columns, all ranks, once a unit, ahead of it as W is: boxes of 64 columns. float32 ones are
 //           split into three bf16 parts, ahead or when their unit begins; pairs (parts.h) come with their factors.
 //   wgmma   64 rows x 64 columns x 16 ranks; lora_B from registers, lora_A from shared memory. All ranks are summed in
@@ -14,7 +14,7 @@
 //           nearest).
 //   out     the result takes W's place in the stage and goes out box by box.
 //
-// What becomes of a box once its products are there is a way's, the kernel's last argument:
+// The kernel's last argument, an epilogue, turns a box and its products into a result:
 //
 //   kCopies          whether raw bits may ride along
 //   kMany            whether it waits for latencies more than for memory
@@ -22,15 +22,15 @@
 //                    behind come first
 //   kBoxesOut        boxes of W whose place a box of results takes, which has as many bytes as one; 0: nothing goes out
 //   kAhead           whether lora_A of the next unit is brought as early as there is room for it, and float32 lora_A
-//                    split ahead: for a way that takes long for a box
+//                    split ahead: for epilogues that take long for a box
 //   kInPairs         whether a group has two boxes side by side (half of a strip of four), not every other one. Halves
 //                    go round the groups, without turns: `ends_block(tile)` says whether the next tile's are for the
 //                    next ones. `end_tile(block, stage, row, fragment, half)` follows the boxes, and says whether the
 //                    stage stays with the group, which hands it on later
-//   kBesideBox       bytes of a stage for each box, beside W and lora_B
-//   number(s, r, c)  what the way calls the tile at row r and column c of segment s
+//   kExtraBox        bytes of a stage for each box, behind W and lora_B
+//   number(s, r, c)  the epilogue's number of the tile at row r and column c of segment s
 //   bytes(boxes)     that `load(to, number, boxes, barrier)` copies there
-//   Hand<T>          of a lane that multiplies: `read(box)` before the products, `meanwhile(box, read)` while the
+//   ConsumerOps<T>   of a lane that multiplies: `read(box)` before the products, `meanwhile(box, read)` while the
 //                    first of them are under way, `finish(box, read, sum)` after them; of two products,
 //                    `begin(box, read, sum)` after the first and `finish` after the second
 //
@@ -86,24 +86,24 @@ __device__ __forceinline__ void split_box(const Block& b, Ring& ring, int box) {
   group_meets();
 }
 
-// The warpgroups that multiply, and finish their share of a tile's boxes in this way.
-template <typename T, int Groups, typename Adapter, typename Way>
-__device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
+// The warpgroups that multiply, and finish their share of a tile's boxes.
+template <typename T, int Groups, typename Adapter, typename Epilogue>
+__device__ __forceinline__ void merge_tiles(const Block& b, const Epilogue& epilogue) {
   const HopperLaunch& launch = b.launch;
   const Layout& layout = b.layout;
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;  // and row + 8
   int fragment = (row - lane / 4 + lane % 8) * 128 + (lane / 8 ^ lane % 8) * 16;
   asm volatile("" : "+r"(fragment));  // or the compiler makes it anew for each box
   const int boxes = layout.cols / kBoxCols, group = uniform(threadIdx.x / 128);
-  constexpr bool kAny = kAnyBox<Adapter, Way>, kSplits = kGroupsSplit<Adapter, Way>;
+  constexpr bool kAny = kAnyBox<Adapter, Epilogue>, kSplits = kGroupsSplit<Adapter, Epilogue>;
   // Halves of tiles take so little time that a look at each box's barrier shows (2.1 copies where it is 2.0).
-  constexpr bool kAtOnce = Way::kInPairs;
-  constexpr int kStep = Way::kInPairs ? 1 : Groups, kTurns = kAny ? 0 : Groups;
+  constexpr bool kAtOnce = Epilogue::kInPairs;
+  constexpr int kStep = Epilogue::kInPairs ? 1 : Groups, kTurns = kAny ? 0 : Groups;
   int next = group;  // box of this group
   int end = boxes;
   [[maybe_unused]] int half = group;  // in pairs: which half of the tile's columns this group has; none from 2 on
   const bool alone = boxes == 1;
-  typename Way::template Hand<T> hand(way);
+  typename Epilogue::template ConsumerOps<T> ops(epilogue);
   if (group == Groups - 1) pass_turn<kTurns>();  // the first turn is the first group's
   int stops = 0;
   bool keeps = false;  // a stage
@@ -120,7 +120,7 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
         if (tile.first) barrier_wait(b.full_A(ring_A.stage), ring_A.parity);
         if (tile.last && lane == 0) barrier_arrive(b.empty_A(ring_A.stage));
       }
-      if constexpr (Way::kInPairs) next = half < 2 ? 2 * half : boxes, end = half < 2 ? next + 2 : boxes;
+      if constexpr (Epilogue::kInPairs) next = half < 2 ? 2 * half : boxes, end = half < 2 ? next + 2 : boxes;
       if (kAtOnce && tile.first) {
         Ring at = ring_A;
         for (int i = 0; i < boxes; ++i, at.advance(layout.held)) barrier_wait(b.full_A(at.stage), at.parity);
@@ -141,10 +141,10 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
           lora_A = b.lora_A(at.stage);
         }
         char* const W = b.stage(ring.stage) + next * kBoxBytes;
-        Box box{launch,   s,       tile,        b.shared.before[ring.stage], W, b.stage_beside(ring.stage), next, row,
+        Box box{launch,   s,       tile,        b.shared.before[ring.stage], W, b.stage_extra(ring.stage), next, row,
                 fragment, special, tile.scaling};
-        auto read = hand.read(box);
-        const auto meanwhile = [&] { hand.meanwhile(box, read); };
+        auto read = ops.read(box);
+        const auto meanwhile = [&] { ops.meanwhile(box, read); };
         const MatrixA<Adapter> a(shared_address(lora_A));
         const char* const from_B = b.stage_B(ring.stage);
         const auto leave_A = [&] {
@@ -160,8 +160,9 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
             if constexpr (kPaired<Adapter>)
               // A group of those that take whole tiles in turn may have one less: a tile is one turn, or the other
               // group would wait for its second one for ever.
-              multiply_pairs<kTurns, Way::kProducts == 1 && Groups == 2>(
-                  sum, from_B, row, a, p * chunks, chunks, !alone || p == 0, !alone || p + 1 == Way::kProducts, work);
+              multiply_pairs<kTurns, Epilogue::kProducts == 1 && Groups == 2>(
+                  sum, from_B, row, a, p * chunks, chunks, !alone || p == 0, !alone || p + 1 == Epilogue::kProducts,
+                  work);
             else multiply_wide<kTurns>(sum, first, a, p, rank, work);
             box.scaling = scaling;
             if constexpr (kPaired<Adapter>) {
@@ -171,9 +172,9 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
               else box.scaling = scaling * factor;
             }
           };
-          if constexpr (Way::kProducts == 2) {
+          if constexpr (Epilogue::kProducts == 2) {
             multiply(0, first_B, *box.before.segment, box.before.scaling, meanwhile);
-            hand.begin(box, read, sum);
+            ops.begin(box, read, sum);
             Operand<Adapter> second_B;
             if constexpr (kWide<Adapter>) second_B.load(from_B, 1, row);
             multiply(1, second_B, s, tile.scaling, [] {});
@@ -181,22 +182,22 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
             multiply(0, first_B, s, tile.scaling, meanwhile);
           }
           leave_A();
-          hand.finish(box, read, sum);
+          ops.finish(box, read, sum);
         } else {
-          float sum[Way::kProducts][32];
+          float sum[Epilogue::kProducts][32];
           multiply_all_narrow<Groups, kTurns, Adapter>(sum, from_B, row, a, chunks, meanwhile);
           leave_A();
-          if constexpr (Way::kProducts == 2) {
+          if constexpr (Epilogue::kProducts == 2) {
             box.scaling = box.before.scaling;
-            hand.begin(box, read, sum[0]);
+            ops.begin(box, read, sum[0]);
             box.scaling = tile.scaling;
           }
-          hand.finish(box, read, sum[Way::kProducts - 1]);
+          ops.finish(box, read, sum[Epilogue::kProducts - 1]);
         }
       }
-      if constexpr (Way::kInPairs) {
-        const bool over = hand.ends_block(tile);
-        keeps = half < 2 && hand.end_tile(b, ring.stage, row, fragment, half);
+      if constexpr (Epilogue::kInPairs) {
+        const bool over = ops.ends_block(tile);
+        keeps = half < 2 && ops.end_tile(b, ring.stage, row, fragment, half);
         if (over) half = half < 2 ? half + Groups - 2 : half - 2;
       } else {
         next -= boxes;
@@ -210,7 +211,7 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
         }
       }
       if (!kSplits && tile.last) ring_A.advance(layout.held, boxes);
-    } else if (Way::kCopies && kind == kRaw) {
+    } else if (Epilogue::kCopies && kind == kRaw) {
       const Slot& slot = b.shared.slots[tile.slot];
       if (threadIdx.x < kThreads) copy_unit(slot.segment(), static_cast<int>(slot.unit));
     }
@@ -220,10 +221,10 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
   }
 }
 
-template <typename T, int Groups, typename Adapter, typename Way>
+template <typename T, int Groups, typename Adapter, typename Epilogue>
 __global__ void __launch_bounds__(kBlock<Groups>, 1)
     merge_kernel(const __grid_constant__ HopperLaunch launch, const __grid_constant__ Layout layout,
-                 const __grid_constant__ Way way) {
+                 const __grid_constant__ Epilogue epilogue) {
 #ifdef LORA_MERGE_HOPPER
   constexpr int kWarps = kWarpsOfGroups<Groups>;
   extern __shared__ __align__(1024) char memory[];
@@ -237,7 +238,7 @@ __global__ void __launch_bounds__(kBlock<Groups>, 1)
     for (int i = 0; i < layout.held; ++i) {
       barrier_init(b.full_A(i), 1);
       // Of all groups, or of the one that read it last.
-      const bool all = layout.cols == kBoxCols || kAnyBox<Adapter, Way>;
+      const bool all = layout.cols == kBoxCols || kAnyBox<Adapter, Epilogue>;
       barrier_init(b.empty_A(i), all ? kWarps : 4);
     }
     for (int i = 0; i < kSlots; ++i) barrier_init(b.given(i), 1);
@@ -249,67 +250,69 @@ __global__ void __launch_bounds__(kBlock<Groups>, 1)
   const int warp = threadIdx.x / 32;
   if (warp < kWarps) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters<Groups>[0]));
-    merge_tiles<T, Groups, Adapter>(b, way);
+    merge_tiles<T, Groups, Adapter>(b, epilogue);
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters<Groups>[1]));
-    if (warp == kWarps) ask_for_tiles<Adapter>(b, way);
-    else if (warp <= kWarps + kStoreWarps) store_tiles<Way::kBoxesOut>(b, warp - kWarps - 1);
-    else ask_for_A<Groups, Adapter, Way>(b);
+    if (warp == kWarps) produce_tiles<Adapter>(b, epilogue);
+    else if (warp <= kWarps + kStoreWarps) store_tiles<Epilogue::kBoxesOut>(b, warp - kWarps - 1);
+    else produce_A<Groups, Adapter, Epilogue>(b);
   }
 #else
   __trap();  // never launched: kernels/cuda/backend.py asks for compute capability 9.0
 #endif
 }
 
-template <typename T, int Groups, typename Adapter, typename Way>
-int launch_groups(const Way& way, const HopperLaunch& launch, cudaStream_t stream) {
-  static_assert(!kGroupsSplit<Adapter, Way> || Groups == 2, "`accepts` shares out held boxes of float32 lora_A to two");
+template <typename T, int Groups, typename Adapter, typename Epilogue>
+int launch_groups(const Epilogue& epilogue, const HopperLaunch& launch, cudaStream_t stream) {
+  static_assert(!kGroupsSplit<Adapter, Epilogue> || Groups == 2,
+                "`accepts` shares out held boxes of float32 lora_A to two");
   int device = 0, processors = 0, per_block = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error != cudaSuccess) return error;
   const Tiles tiles{launch.strip_cols, launch.held, launch.stages};
-  if (!accepts(tiles, launch.max_rank, kPlanes<Adapter>, Way::kBesideBox, Way::kAhead, per_block) ||
-      (kWide<Adapter> && launch.max_rank > Way::kProducts * kChunk))
+  if (!accepts(tiles, launch.max_rank, kPlanes<Adapter>, Epilogue::kExtraBox, Epilogue::kAhead, per_block) ||
+      (kWide<Adapter> && launch.max_rank > Epilogue::kProducts * kChunk))
     return cudaErrorInvalidConfiguration;
-  const Layout layout = layout_of(tiles, launch.max_rank, kPlanes<Adapter>, Way::kBesideBox, Way::kAhead);
-  const auto kernel = merge_kernel<T, Groups, Adapter, Way>;
+  const Layout layout = layout_of(tiles, launch.max_rank, kPlanes<Adapter>, Epilogue::kExtraBox, Epilogue::kAhead);
+  const auto kernel = merge_kernel<T, Groups, Adapter, Epilogue>;
   error = allow_shared(kernel, layout.total());
   if (error != cudaSuccess) return error;
   const int64_t units = static_cast<int64_t>(launch.n_units) + launch.n_raw_units;
   kernel<<<static_cast<unsigned>(units < processors ? units : processors), kBlock<Groups>, layout.total(), stream>>>(
-      launch, layout, way);
+      launch, layout, epilogue);
   return cudaGetLastError();
 }
 
-template <typename T, typename Adapter, typename Way>
-int launch_adapters(const Way& way, const HopperLaunch& launch, cudaStream_t stream) {
-  if constexpr (kAnyBox<Adapter, Way>) {  // as many as there are registers for: products of parts have several sums
-    return launch_groups<T, kPlanes<Adapter> == 1 ? 4 : 3, Adapter>(way, launch, stream);
+template <typename T, typename Adapter, typename Epilogue>
+int launch_adapters(const Epilogue& epilogue, const HopperLaunch& launch, cudaStream_t stream) {
+  if constexpr (kAnyBox<Adapter,
+                        Epilogue>) {  // as many as there are registers for: products of parts have several sums
+    return launch_groups<T, kPlanes<Adapter> == 1 ? 4 : 3, Adapter>(epilogue, launch, stream);
   } else {
-    if constexpr (Way::kMany && kPlanes<Adapter> == 1)
+    if constexpr (Epilogue::kMany && kPlanes<Adapter> == 1)
       if (launch.max_rank <= kManyRank && launch.strip_cols == 4 * kBoxCols)
-        return launch_groups<T, 3, Adapter>(way, launch, stream);
-    return launch_groups<T, 2, Adapter>(way, launch, stream);
+        return launch_groups<T, 3, Adapter>(epilogue, launch, stream);
+    return launch_groups<T, 2, Adapter>(epilogue, launch, stream);
   }
 }
 
-template <typename T, typename Way>
-int launch_dtype(const Way& way, int adapters, const HopperLaunch& launch, cudaStream_t stream) {
-  if (adapters == kPairs) return launch_adapters<T, Pair>(way, launch, stream);
-  if (adapters == kFloat32) return launch_adapters<T, float>(way, launch, stream);
-  if (adapters == kBFloat16) return launch_adapters<T, bf16>(way, launch, stream);
-  if constexpr (std::is_same_v<T, __half>) return launch_adapters<T, __half>(way, launch, stream);
+template <typename T, typename Epilogue>
+int launch_dtype(const Epilogue& epilogue, int adapters, const HopperLaunch& launch, cudaStream_t stream) {
+  if (adapters == kPairs) return launch_adapters<T, Pair>(epilogue, launch, stream);
+  if (adapters == kFloat32) return launch_adapters<T, float>(epilogue, launch, stream);
+  if (adapters == kBFloat16) return launch_adapters<T, bf16>(epilogue, launch, stream);
+  if constexpr (std::is_same_v<T, __half>) return launch_adapters<T, __half>(epilogue, launch, stream);
   return cudaErrorInvalidConfiguration;
 }
 
 // W is bf16 or fp16; products are of fp16 where W is.
-template <typename Way>
-int launch_in(const Way& way, int dtype, int adapters, const HopperLaunch& launch, void* stream) {
+template <typename Epilogue>
+int launch_in(const Epilogue& epilogue, int dtype, int adapters, const HopperLaunch& launch, void* stream) {
   const auto to = static_cast<cudaStream_t>(stream);
-  return dtype == kBFloat16 ? launch_dtype<bf16>(way, adapters, launch, to)
-                            : launch_dtype<__half>(way, adapters, launch, to);
+  return dtype == kBFloat16 ? launch_dtype<bf16>(epilogue, adapters, launch, to)
+                            : launch_dtype<__half>(epilogue, adapters, launch, to);
 }
 
 }  // namespace hopper

@@ -1,5 +1,5 @@
-// The two warps of the merge kernel for compute capability 9 (sm90/merge.cuh) that ask for tiles: one for those of W and
-// lora_B, by units that it takes, and one for those of lora_A.
+// The two producers of the merge kernel for compute capability 9 (sm90/merge.cuh): one warp takes units and loads tiles
+// of W and lora_B, another loads lora_A.
 #pragma once
 #include "../copies.cuh"
 #include "block.cuh"
@@ -32,10 +32,10 @@ __device__ __forceinline__ void bring_near(const Slot& slot, int row, int strip_
   prefetch_run(s.source + (static_cast<int64_t>(row) * cols + begin) * 2, size * 2);
 }
 
-// The warp that asks. It also takes units, as late as it can: blocks do not run at one pace, and those that share rows
-// should be at the same ones.
-template <typename Adapter, typename Way>
-__device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
+// The warp that loads tiles of W and lora_B. It also takes units, as late as it can: blocks do not run at one pace, and
+// those that share rows should be at the same ones.
+template <typename Adapter, typename Epilogue>
+__device__ __forceinline__ void produce_tiles(const Block& b, const Epilogue& epilogue) {
   const HopperLaunch& launch = b.launch;
   const Layout& layout = b.layout;
   const int lane = threadIdx.x % 32, total = launch.n_units + launch.n_raw_units, blocks = gridDim.x;
@@ -78,7 +78,7 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
     const bool raw = unit >= launch.n_units;
     const int col = slot.col, row_end = slot.row_end;
     const int boxes = (min(layout.cols, static_cast<int>(s.cols) - col) + kBoxCols - 1) / kBoxCols;
-    constexpr int kProducts = Way::kProducts, kChunkBytes = chunk_bytes(kPlanes<Adapter>);
+    constexpr int kProducts = Epilogue::kProducts, kChunkBytes = chunk_bytes(kPlanes<Adapter>);
     const int chunks = (static_cast<int>(s.rank) + kChunk - 1) / kChunk;
     const int bytes = boxes * kBoxBytes + kProducts * (chunks * kChunkBytes + (kPaired<Adapter> ? kFactorBytes : 0));
     const TensorMap* lora_B[kProducts];
@@ -110,7 +110,7 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
       }
       barrier_wait(b.empty(ring.stage), ring.parity ^ 1);
       if (lane == 0) {
-        const int64_t number = way.number(s, row, col);
+        const int64_t number = epilogue.number(s, row, col);
         // racecheck: begin what is said of a tile
         b.shared.tiles[ring.stage] = Tile{&maps.destination,
                                           row,
@@ -130,7 +130,7 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
         if (raw) {
           barrier_arrive(barrier);
         } else {
-          barrier_arrive_expect(barrier, bytes + way.bytes(boxes));
+          barrier_arrive_expect(barrier, bytes + epilogue.bytes(boxes));
           const uint32_t to = shared_address(b.stage(ring.stage)), to_B = shared_address(b.stage_B(ring.stage));
           for (int i = 0; i < boxes; ++i) load_box(to + i * kBoxBytes, &maps.source, col + i * kBoxCols, row, barrier);
 #pragma unroll
@@ -144,7 +144,7 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
               load_run(shared_address(b.factors_of_B(ring.stage, p)), factors[p] + factor_at(row), kFactorBytes,
                        barrier);
           }
-          way.load(shared_address(b.stage_beside(ring.stage)), number, boxes, barrier);
+          epilogue.load(shared_address(b.stage_extra(ring.stage)), number, boxes, barrier);
         }
         if (!last) bring_near(slot, row + kTileRows, layout.cols);
         else if (unit < launch.n_units) bring_near(next, next.row, layout.cols);
@@ -202,15 +202,15 @@ __device__ __forceinline__ void split_unit(const Block& b, const TensorMap* cons
   }
 }
 
-// Another warp asks for lora_A, box by box, as soon as a unit is given and there is room. Boxes follow each other round
+// Another warp loads lora_A, box by box, as soon as a unit is given and there is room. Boxes follow each other round
 // the ring: a group that waits for one has had its turn after that box was used which lay there before, or it would
 // take the one for the other. Where a strip is one box, groups have whole tiles, and perhaps none of a unit: there each
 // group sees each box come and go. float32 ones that groups split in front of their turns have a ring for each group;
 // split ahead they go round in parts. (tests/support/hopper_roles.py is a model of all this.)
-template <int Groups, typename Adapter, typename Way>
-__device__ __forceinline__ void ask_for_A(const Block& b) {
-  constexpr int Products = Way::kProducts;
-  constexpr bool kAhead = kSplitsAhead<Adapter, Way>;
+template <int Groups, typename Adapter, typename Epilogue>
+__device__ __forceinline__ void produce_A(const Block& b) {
+  constexpr int Products = Epilogue::kProducts;
+  constexpr bool kAhead = kSplitsAhead<Adapter, Epilogue>;
   const int lane = threadIdx.x % 32;
   if (!kAhead && lane != 0) return;
   Ring rings[Groups];
@@ -237,7 +237,7 @@ __device__ __forceinline__ void ask_for_A(const Block& b) {
     }
     [[maybe_unused]] const int chunks = (static_cast<int>(s.rank) + kChunk - 1) / kChunk;
     constexpr int kChunkBytes = chunk_bytes(kPlanes<Adapter>);
-    if constexpr (kGroupsSplit<Adapter, Way>) {
+    if constexpr (kGroupsSplit<Adapter, Epilogue>) {
       static_assert(Products == 1);
       const int own = b.layout.held / Groups;
       for (int i = 0; i < b.layout.cols / kBoxCols; i += Groups)

@@ -1,4 +1,5 @@
-// Merges whose results have 8 bits, on compute capability 9: the walk of sm90/merge.cuh, and scales as scale.cu has them.
+// Merges whose results have 8 bits, on compute capability 9: the kernel of sm90/merge.cuh, and scales as scale.cu has
+// them.
 //
 // Sums are rounded to 16 bits in the registers of the lanes that multiply, and never leave the chip as such.
 //
@@ -19,7 +20,7 @@ using hopper::Box;
 // kScaleMeasure, kScaleConvert or kScaleWhole; Divides: as `Divisor`.
 template <int Part, bool Divides = false>
 struct Scale {
-  [[maybe_unused]] static constexpr int kBesideBox = 0, kProducts = 1, kBoxesOut = Part == kScaleMeasure ? 0 : 2;
+  [[maybe_unused]] static constexpr int kExtraBox = 0, kProducts = 1, kBoxesOut = Part == kScaleMeasure ? 0 : 2;
   [[maybe_unused]] static constexpr bool kCopies = false, kMany = false, kAhead = true, kInPairs = true;
   int group;
   __device__ __forceinline__ int64_t number(const Segment&, int, int) const { return 0; }
@@ -27,7 +28,7 @@ struct Scale {
   __device__ __forceinline__ void load(uint32_t, int64_t, int, uint32_t) const {}
 
   template <typename T>
-  struct Hand {
+  struct ConsumerOps {
     struct Read {
       typename hopper::Rounding<T>::Read W;
       uint32_t largest[2];  // of row and row + 8
@@ -39,8 +40,8 @@ struct Scale {
     int64_t of = 0;
     Divisor by[2];  // of row and row + 8, in both boxes
     int upper = -1, flip = 0;  // stage of the block's upper half; which words warps tell each other in
-    __device__ __forceinline__ explicit Hand(const Scale& way)
-        : group(way.group), by{{0, way.group}, {0, way.group}} {}
+    __device__ __forceinline__ explicit ConsumerOps(const Scale& epilogue)
+        : group(epilogue.group), by{{0, epilogue.group}, {0, epilogue.group}} {}
 
     __device__ __forceinline__ Read read(const Box& box) const {
       Read read{hopper::Rounding<T>::read(box), {0, 0}};
@@ -210,7 +211,7 @@ struct Scale {
 
 int launch_hopper_scaled(int dtype, int adapters, int group, int part, const HopperLaunch& launch, void* stream) {
   if (launch.strip_cols != 2 * kScaledBlock || launch.rows_per_unit % kScaledBlock != 0) return cudaErrorInvalidValue;
-  const auto run = [&](auto way) { return hopper::launch_in(way, dtype, adapters, launch, stream); };
+  const auto run = [&](auto scale) { return hopper::launch_in(scale, dtype, adapters, launch, stream); };
   switch (part) {
     case kScaleMeasure: return run(Scale<kScaleMeasure>{group});
     case kScaleConvert:

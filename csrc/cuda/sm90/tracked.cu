@@ -1,4 +1,5 @@
-// Tracked merges on compute capability 9: the walk of sm90/merge.cuh, and beside W's tiles those of the journal.
+// Tracked merges on compute capability 9: the kernel of sm90/merge.cuh, which loads the journal's tiles with those of
+// W.
 //
 // A unit of the journal is what a warp has of a box of 64 x 64: 16 rows. A half is what a lane has of a row. Boxes of
 // a segment are numbered along the columns first, so that codes and records of a tile are a run in memory each, and
@@ -29,7 +30,7 @@ struct Read {
 template <int Turn>
 struct Track {
   static constexpr bool kThere = Turn != kTrackUnmerge, kBack = Turn != kTrackMerge;
-  static constexpr int kBesideBox = kCodesOfBox + kRecordsOfBox, kProducts = kThere && kBack ? 2 : 1;
+  static constexpr int kExtraBox = kCodesOfBox + kRecordsOfBox, kProducts = kThere && kBack ? 2 : 1;
   static constexpr int kBoxesOut = 1;
   static constexpr bool kCopies = false, kMany = true, kAhead = true, kInPairs = false;
   TrackedJournal journal;
@@ -39,7 +40,7 @@ struct Track {
     const int across = (static_cast<int>(s.cols) + kBoxCols - 1) / kBoxCols;
     return static_cast<int64_t>(s.key) + static_cast<int64_t>(row / kTileRows) * across + col / kBoxCols;
   }
-  __device__ __forceinline__ int bytes(int boxes) const { return boxes * (kBack ? kBesideBox : kRecordsOfBox); }
+  __device__ __forceinline__ int bytes(int boxes) const { return boxes * (kBack ? kExtraBox : kRecordsOfBox); }
   // Records, and behind them codes.
   __device__ __forceinline__ void load(uint32_t to, int64_t box, int boxes, uint32_t barrier) const {
     hopper::load_run(to, journal.records + box * kUnitsOfBox, boxes * kRecordsOfBox, barrier);
@@ -49,11 +50,11 @@ struct Track {
   }
 
   template <typename T>
-  struct Hand {
+  struct ConsumerOps {
     const TrackedJournal& journal;
     Room room{journal};
-    __device__ __forceinline__ explicit Hand(const Track& way) : journal(way.journal) {}
-    __device__ __forceinline__ ~Hand() {
+    __device__ __forceinline__ explicit ConsumerOps(const Track& epilogue) : journal(epilogue.journal) {}
+    __device__ __forceinline__ ~ConsumerOps() {
       if (kThere && threadIdx.x % 32 == 0 && room.missing > 0)
         atomicAdd(journal.counter + 1, static_cast<unsigned long long>(room.missing));
     }
@@ -61,7 +62,7 @@ struct Track {
     // Of a box without columns it is anything, and no work.
     __device__ __forceinline__ Read<T> read(const hopper::Box& box) const {
       const int lane = threadIdx.x % 32, place = box.number * kUnitsOfBox + threadIdx.x / 32 % kUnitsOfBox;
-      const TrackedRecord& record = reinterpret_cast<const TrackedRecord*>(box.beside)[place];
+      const TrackedRecord& record = reinterpret_cast<const TrackedRecord*>(box.extra)[place];
       Read<T> read;
       read.unit = box.tile.number * kUnitsOfBox + place;
       read.checksum = static_cast<uint32_t>(record.checksum);
@@ -69,7 +70,7 @@ struct Track {
       read.half[0].code = read.half[1].code = 0;
       if (kBack) {
         read.place = offset_in(journal.from, record.place);
-        const char* const codes = box.beside + box.tile.boxes * kRecordsOfBox;
+        const char* const codes = box.extra + box.tile.boxes * kRecordsOfBox;
         const uint2 code = reinterpret_cast<const uint2*>(codes)[place * 32 + lane];
         read.half[0].code = code.x, read.half[1].code = code.y;
         read.early = {};

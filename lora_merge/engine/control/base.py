@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 LOOK_S = 0.02
-"""Seconds between two looks at what an engine does."""
+"""Seconds between two checks of what an engine does."""
 TIMEOUT_S = 600
 """Seconds that a control call over HTTP may take."""
 
@@ -30,7 +30,7 @@ class Moved(WorkerFailed):
 
 
 class Unheard(RuntimeError):
-    """No answer to a message came, and how far the engine came with it, nobody knows."""
+    """No reply was received; the engine's progress is unknown."""
 
 
 class OutOfStep(RuntimeError):
@@ -40,13 +40,13 @@ class OutOfStep(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One of several that are made in one go.
+    """One call of a `Control.chain`.
 
     Args:
         method: of `Control`.
-        arguments, options: as it takes them.
-        wanted: what it has to return for the next one to be made; empty where that may be anything.
-        unless: an earlier one of the same chain: where that returned something true, this one is not made, and returns
+        arguments, options: of the method.
+        wanted: what it has to return for the next call to be made; empty for anything.
+        unless: an earlier call of the same chain: if that returned something true, this one is not made, and returns
             None.
     """
 
@@ -58,29 +58,28 @@ class Call:
 
 
 def judges(calls: Sequence[Call]) -> list[int | None]:
-    """For every call of a chain the number of the one that decides whether it is made; None where none does."""
+    """Return for every call of a chain the number of its `unless`; None if it has none."""
     return [next((at for at, one in enumerate(calls) if one is call.unless), None) for call in calls]
 
 
 class Control:
-    """What is asked of an engine. Every method is a coroutine function; those of synchronous handles never suspend.
+    """How an engine is called. Every method is a coroutine function; those of synchronous handles never suspend.
 
     Attributes:
         handle: what the user gave.
         engine: what is called.
-        workers: process ids of its workers on this host, other processes than this one. A call that is under way when
-            the engine dies is left without an answer for ever.
+        workers: process ids of its workers on this host, in other processes than this one: a call that is under way
+            when the engine dies is never answered.
         far: whether it has workers on other hosts, which cannot look this process up.
+        adapters, media: why adapters cannot be served, and encoders' caches not be reset, over this handle.
+        name: of this kind of engines.
+        plugins: the environment variable that says which plugins the engine loads.
     """
 
     adapters: str | None = None
-    """Why adapters cannot be served over this handle."""
     media: str | None = None
-    """Why encoders' caches cannot be reset over this handle."""
     name: ClassVar[str] = ""
-    """Of this kind of engines."""
     plugins: ClassVar[str] = ""
-    """The environment variable that says which plugins the engine loads."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = self.engine = handle
@@ -94,29 +93,25 @@ class Control:
 
     @property
     def keeps(self) -> bool:
-        """Whether requests may be in flight between its calls, which a pause of its user's keeps."""
+        """Whether requests may be in flight between calls, so that a pause by its user keeps them."""
         return True
 
     @property
     def beats(self) -> bool:
-        """Whether calls can be made beside one that is under way."""
+        """Whether a call can be made while another one is under way."""
         return True
 
     @property
     def elsewhere(self) -> bool:
-        """Whether, as far as is known, other processes do all the work of its calls."""
+        """Whether, as far as is known, other processes do all the work of calls."""
         return bool(self.workers)
 
     def unfit(self) -> str:
-        """Why no push can reach this engine, as far as this process knows already, in words that follow its name;
-        "" where nothing is known."""
+        """Return why no push can reach this engine, as far as this process knows, in words that follow its name."""
         return ""
 
     async def rpc(self, op: str, **message: Any) -> list[dict[str, Any]]:
-        """Call an operation of engine/worker/commands.py, or one of the engine's own, in every worker.
-
-        Returns:
-            their answers, in rank order.
+        """Call an operation (engine/worker/operations.py) in every worker, and return their answers in rank order.
 
         Raises:
             WorkerFailed: one or several report an error; names them.
@@ -130,9 +125,9 @@ class Control:
         call = secrets.token_hex(8)
         return call, json.dumps({"op": op, "call": call, **message})
 
-    def _answers(self, call: str, told: Sequence[str]) -> list[dict[str, Any]]:
-        """What workers have answered to a call; raises as `rpc`."""
-        answers = [json.loads(answer) for answer in told]
+    def _answers(self, call: str, replies: Sequence[str]) -> list[dict[str, Any]]:
+        """Read the workers' replies to a call; see `rpc`."""
+        answers = [json.loads(reply) for reply in replies]
         if any(answer.get("call") != call for answer in answers):
             raise OutOfStep(
                 "its workers' answers belong to an earlier call, which was left unread when one worker failed in it: "
@@ -147,17 +142,14 @@ class Control:
         return sorted(answers, key=lambda answer: answer["rank"])
 
     async def chain(self, calls: Sequence[Call], returned: list[Any] | None = None) -> list[Any]:
-        """Make calls in their order, up to the first one that does not return what it has to, in one message where the
+        """Make calls in order, up to the first one that raises or does not return what it has to; in one message if the
         handle can.
 
         Args:
-            returned: a list that gets what is returned, also where a call raises.
+            returned: a list that gets what is returned, also if a call raises.
 
         Returns:
-            what those returned that were made.
-
-        Raises:
-            what a call raises; those after it are not made.
+            what the calls returned that were made.
         """
         returned = [] if returned is None else returned
         for call, number in zip(calls, judges(calls), strict=True):
@@ -170,21 +162,20 @@ class Control:
         return returned
 
     async def _ask(self, request: str) -> Sequence[str]:
-        """What each worker answers to a request."""
+        """Return each worker's reply to a request."""
         raise NotImplementedError
 
     async def paused(self) -> bool:
-        """Whether generation is paused; requests that its user's pause lets end may run on."""
+        """Return True if generation is paused; requests that the user's pause lets end may still run."""
         raise NotImplementedError
 
     async def stands(self) -> bool:
-        """Whether generation is paused, and stands still: a pause of its user's that lets requests end first is waited
-        for."""
+        """Return True if generation is paused, after waiting for requests that the user's pause lets end first."""
         return await self.paused()
 
     async def moves(self) -> bool:
-        """Whether the engine generates. A call to its workers is made between two steps, so that a step lies between
-        two calls wherever there is something to compute."""
+        """Return True if the engine generates. Calls to its workers are made between steps, so that a step lies between
+        two calls if there is something to compute."""
         counts = list[list[int]]()
         for _ in range(3):
             counts.append([answer["steps"] for answer in await self.rpc("steps")])
@@ -192,7 +183,6 @@ class Control:
         return any(count != counts[0] for count in counts)
 
     async def _rest(self) -> None:
-        """Wait for a moment."""
         await asyncio.sleep(LOOK_S) if self.suspends else time.sleep(LOOK_S)
 
     async def pause(self, mode: str) -> None:
@@ -215,24 +205,24 @@ class Control:
         raise NotImplementedError
 
     async def name_adapter(self, there: bool) -> None:
-        """Allow requests to name the loaded adapter from now on, or forbid it."""
+        """Allow requests to name the loaded adapter, or forbid it."""
 
     async def end_wrong_mode_requests(self, adapter: bool) -> None:
-        """End requests that came while a push changed the mode and were made for the other one: their clients hear
-        "abort". Where nobody can tell them, none is.
+        """End requests that came while a push changed the mode and were made for the other one: their clients get
+        "abort". Do nothing if this engine cannot tell them apart.
 
         Args:
-            adapter: whether adapter mode is the one from now on.
+            adapter: whether adapter mode is the new one.
         """
 
     async def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
-        """Drop cached blocks; with `running` also those of requests, which then compute them again. Returns whether it
+        """Drop cached blocks; with `running` also those of requests, which then compute them again. Return whether that
         worked."""
         raise NotImplementedError
 
     async def reset_media_caches(self) -> None:
-        """Forget what encoders made of images and other media, and queries that wait to be scored. (Inputs as
-        processors leave them depend on no weights: where those are cached they stay.)"""
+        """Drop encoders' outputs for images and other media, and queries that wait to be scored. (Caches of processed
+        inputs stay: those depend on no weights.)"""
         raise NotImplementedError
 
     async def holders(self) -> str:

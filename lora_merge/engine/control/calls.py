@@ -1,5 +1,5 @@
-"""Calls to several engines at the same time, from synchronous code or an event loop; none waits for ever for a dead
-process."""
+"""Calls to several engines at the same time, from synchronous code or an event loop, that do not wait for ever for a
+dead process."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from ..transport.liveness import CHECK_S, alive
 
 _T = TypeVar("_T")
 LOOK_S = 1.0
-"""Seconds between two looks at whether the workers of an engine that is awaited are still there."""
+"""Seconds between two checks whether the workers of an awaited engine live."""
 GRACE_S = 3.0
-"""Seconds that an engine has to say itself that it is dead."""
-
+"""Seconds that an engine has to report itself that it is dead."""
 _SENT_S = 5e-4
-"""Seconds for calls to go out before this thread computes: Python lets it go on for 5 ms when another one is ready."""
+"""Seconds for calls to be sent before this thread computes: Python switches threads only every 5 ms."""
 
 
 class EngineGone(RuntimeError):
@@ -40,9 +39,9 @@ class Suspends(Protocol):
     def suspends(self) -> bool: ...
 
 
-class Look:
-    """Checks processes: raises `EngineGone` when one has been dead for `GRACE_S`. Until then the engine may report it
-    itself."""
+class Liveness:
+    """Raises `EngineGone` when called once one of some processes has been dead for `GRACE_S`: until then the engine may
+    report it itself."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids, self._since = list(pids), 0.0
@@ -55,7 +54,7 @@ class Look:
 
 
 class _Caller:
-    """A thread that makes calls one after another; kept, since starting one takes as long as a call."""
+    """A thread that makes calls one after another; it is reused, since starting one takes as long as a call."""
 
     def __init__(self) -> None:
         self.calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -67,18 +66,18 @@ class _Caller:
 
 
 _idle: list[_Caller] = []
-os.register_at_fork(after_in_child=_idle.clear)  # it has none of the threads
+os.register_at_fork(after_in_child=_idle.clear)  # a forked process has none of the threads
 
 
 def _begun(call: Callable[[], _T]) -> Future[_T]:
-    """A call that a thread makes which has made others before."""
+    """Begin a call in a `_Caller`."""
     future: Future[_T] = Future()
     try:
         caller = _idle.pop()
     except IndexError:
         caller = _Caller()
 
-    def there() -> None:
+    def run() -> None:
         try:
             value = call()
         except BaseException as error:
@@ -88,7 +87,7 @@ def _begun(call: Callable[[], _T]) -> Future[_T]:
             _idle.append(caller)
             future.set_result(value)
 
-    caller.calls.put(there)
+    caller.calls.put(run)
     return future
 
 
@@ -96,9 +95,9 @@ def while_alive(call: Callable[[], _T], pids: Sequence[int]) -> _T:
     """Make a blocking call that waits for other processes, and stop waiting when one of them has died.
 
     Raises:
-        EngineGone: one is; the call is left behind in its thread.
+        EngineGone: one has; the call is left behind in its thread.
     """
-    look, future = Look(pids), _begun(on_this_device(call))
+    check, future = Liveness(pids), _begun(on_this_device(call))
 
     def ended(seconds: float) -> bool:
         with suppress(TimeoutError):
@@ -107,7 +106,7 @@ def while_alive(call: Callable[[], _T], pids: Sequence[int]) -> _T:
 
     try:
         while not ended(CHECK_S):
-            look()
+            check()
     except EngineGone:
         raise
     except BaseException:
@@ -119,12 +118,12 @@ def while_alive(call: Callable[[], _T], pids: Sequence[int]) -> _T:
 async def watched(awaited: Awaitable[_T], pids: Sequence[int]) -> _T:
     """Await a call, and stop waiting when a process has died; see `while_alive`. Cancelling this cancels the call."""
     call = asyncio.ensure_future(awaited)
-    look = Look(pids)
+    check = Liveness(pids)
     try:
         while not (await asyncio.wait([call], timeout=LOOK_S))[0]:
-            look()
+            check()
     finally:
-        call.cancel()  # where it is not done
+        call.cancel()  # unless it is done
     return call.result()
 
 
@@ -152,36 +151,38 @@ async def together(
     """Make control calls to several replicas at the same time, and run blocking work of this rank beside them.
 
     Args:
-        ended: told of each call that has ended.
-        give_up: called where this is interrupted before the work has begun, for which the calls would wait.
-        stop: asks the work, and so the calls, to end soon: when this is cancelled, which waits for them.
+        ended: called with the position of each call that has ended.
+        give_up: called if this is interrupted before the work has begun, for which the calls would wait.
+        stop: called if this is cancelled: asks the work, and so the calls, to end soon; they are waited for.
 
     Returns:
-        an error of each call, and that of the work.
+        the error of each call, or None, and that of the work.
     """
     if not any(control.suspends for control in controls):
         return _in_threads(calls, work, ended, give_up)
 
-    async def one(position: int) -> BaseException | None:
-        try:
-            control = controls[position]
-            await (calls[position]() if control.suspends else asyncio.to_thread(drive, calls[position]()))
-        except Exception as error:
-            return error
-        finally:
-            ended(position)
-        return None
+    def made(position: int) -> Awaitable[None]:
+        call = calls[position]()
+        return call if controls[position].suspends else asyncio.to_thread(drive, call)
 
-    async def beside() -> BaseException | None:
-        try:
-            await asyncio.to_thread(on_this_device(work))
-        except Exception as error:
-            return error
-        return None
-
-    tasks = [asyncio.ensure_future(one(position)) for position in range(len(calls))]
-    *errors, failure = await to_its_end(asyncio.gather(*tasks, beside()), stop)
+    every = range(len(calls))
+    tasks = [asyncio.ensure_future(_error_of(partial(made, at), partial(ended, at))) for at in every]
+    beside = _error_of(lambda: asyncio.to_thread(on_this_device(work)))
+    *errors, failure = await to_its_end(asyncio.gather(*tasks, beside), stop)
     return errors, failure
+
+
+async def _error_of(
+    call: Callable[[], Awaitable[Any]], ended: Callable[[], object] = lambda: None
+) -> BaseException | None:
+    """Make a call, and return its error; None if there is none."""
+    try:
+        await call()
+    except Exception as error:
+        return error
+    finally:
+        ended()
+    return None
 
 
 async def side_by_side(
@@ -191,14 +192,7 @@ async def side_by_side(
     runs in this thread."""
     if len(items) > 1:
         return (await together(controls, [bind(step, item) for item in items]))[0]
-    errors: list[BaseException | None] = []
-    for item in items:
-        try:
-            await step(item)
-            errors.append(None)
-        except Exception as error:
-            errors.append(error)
-    return errors
+    return [await _error_of(bind(step, item)) for item in items]
 
 
 async def to_its_end(running: asyncio.Future[_T], stop: Callable[[], None] = lambda: None) -> _T:
@@ -231,12 +225,12 @@ def on_this_device(work: Callable[[], _T]) -> Callable[[], _T]:
     """Wrap work for another thread, so that it runs on this thread's GPU (a new thread begins with GPU 0)."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
-    def there() -> _T:
+    def run() -> _T:
         if device is not None:
             torch.cuda.set_device(device)
         return work()
 
-    return there
+    return run
 
 
 def _in_threads(
@@ -246,13 +240,7 @@ def _in_threads(
     give_up: Callable[[], None],
 ) -> tuple[list[BaseException | None], BaseException | None]:
     def one(position: int) -> BaseException | None:
-        try:
-            drive(calls[position]())
-        except Exception as error:
-            return error
-        finally:
-            ended(position)
-        return None
+        return drive(_error_of(calls[position], partial(ended, position)))
 
     failure: BaseException | None = None
     futures: list[Future[BaseException | None]] = []

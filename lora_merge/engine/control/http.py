@@ -1,8 +1,7 @@
-"""HTTP to an engine's server. Where its host is gone, or cut off, a request ends soon, and not when the longest control
-call would have ended.
+"""HTTP to an engine's server. If its host is gone, or cut off, a request ends soon, not after the longest control call.
 
-A control call reaches the server that the URL names, or fails: proxies of the environment are left aside, redirects are
-not followed, and an answer counts only where it is the one that the server gives.
+A control call reaches the server that the URL names, or fails: proxies of the environment are ignored, redirects are
+not followed, and an answer counts only if it is one of such a server.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from ..transport.tcp_link import SILENT_S, watched
 from .base import TIMEOUT_S
 
 MOST = 1 << 28
-"""Bytes of an answer: what is more is no engine's."""
+"""Bytes that an answer may have."""
 _PIECE = 1 << 16
 
 
 class Unfit(RuntimeError):
-    """What answers is nothing that a push can reach; says what it is, and what to do."""
+    """Something else than such a server answers; says what, and what to do."""
 
 
 class NoRoute(Unfit):
@@ -40,12 +39,7 @@ class NoRoute(Unfit):
 
 
 class Answered(RuntimeError):
-    """A server knows a route, and answers with an error.
-
-    Args:
-        code: of HTTP.
-        body: of the answer.
-    """
+    """A server knows a route, and answers with an error."""
 
     def __init__(self, url: str, code: int, body: str) -> None:
         super().__init__(f"{url} answered {code}: {body}")
@@ -61,17 +55,16 @@ class TooMuch(RuntimeError):
 
 
 _UNKNOWN = (404, 405, 501)
-"""By which servers say that they do not know a route, or no POST to it."""
+"""Codes of servers that do not know a route, or no POST to it."""
 _LOCKED = (401, 403)
 _LONGEST = 2000
-"""Characters of an answer that a message has at most."""
+"""Characters of an answer that a message quotes at most."""
 _SECRET = re.compile("[0-9a-fA-F]{64,}")
-"""What may be a secret of a channel: servers repeat what they do not understand."""
+"""What may be a secret of a channel: servers quote what they do not understand."""
 
 
 class _Watched(http.client.HTTPConnection):
-    """A connection that gives up after `SILENT_S` if the host does not answer; a server that is busy has the request's
-    own limit."""
+    """A connection that gives up after `SILENT_S` if the host is gone; a busy server has the request's own limit."""
 
     def connect(self) -> None:
         limit, self.timeout = self.timeout, SILENT_S
@@ -81,7 +74,7 @@ class _Watched(http.client.HTTPConnection):
 
 
 class _Https(_Watched, http.client.HTTPSConnection):
-    """Over TLS."""
+    """The same over TLS."""
 
 
 class _HttpHandler(urllib.request.HTTPHandler):
@@ -95,14 +88,14 @@ class _HttpsHandler(urllib.request.HTTPSHandler):
 
 
 class _Stays(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: 301 to 303 would make a GET of a POST, and any of them asks another server."""
+    """Follows no redirect: 301 to 303 would make a GET of a POST, and any may lead to another server."""
 
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
         return None
 
 
 def _proxies(request: urllib.request.Request) -> dict[str, str]:
-    """Through which proxy a request goes, as urllib takes it; never one to this host itself."""
+    """Return the proxies of a request, for urllib; none for a server on this host."""
     # `http_proxy` and its like are for other things, and control calls carry the secrets of channels.
     proxy = os.environ.get("LORA_MERGE_HTTP_PROXY", "")
     if not proxy or _loopback(urllib.parse.urlsplit(request.full_url).hostname or ""):
@@ -122,14 +115,11 @@ def _loopback(host: str) -> bool:
 
 
 def send(request: urllib.request.Request, seconds: float) -> tuple[bytes, str]:
-    """Send a request, and return the body of the answer, and of what kind it is, in words.
-
-    Args:
-        seconds: that the server may take.
+    """Send a request, which may take some seconds, and return the body and the kind (`_kind`) of the answer.
 
     Raises:
-        urllib.error.HTTPError: it answers with an error, or sends elsewhere.
-        OSError: it is not reached, or gone.
+        urllib.error.HTTPError: it is an error, or a redirect.
+        OSError: the server cannot be reached, or is gone.
         http.client.HTTPException: it does not speak HTTP, or the answer is cut off.
         TooMuch: the answer has no end.
     """
@@ -142,7 +132,6 @@ def send(request: urllib.request.Request, seconds: float) -> tuple[bytes, str]:
 
 
 def _whole(response: Any, end: float) -> bytes:
-    """All of an answer."""
     read = bytearray()
     while piece := response.read1(_PIECE):
         read += piece
@@ -156,17 +145,13 @@ def _whole(response: Any, end: float) -> bytes:
 
 
 def _kind(headers: Message) -> str:
-    """Of an answer, by its headers: its content, and whose it is."""
+    """Return the content type of an answer and its server, in words."""
     server = headers.get("Server")
     return (headers.get("Content-Type") or "content of no type") + (f" from {server}" if server else "")
 
 
 def checked_url(url: str, example: str) -> str:
-    """The URL of a server, without a slash at its end.
-
-    Raises:
-        InvalidInput: something of it would not reach the server with every call.
-    """
+    """Return the URL of a server, without a slash at its end; raise `InvalidInput` if control calls cannot use it."""
     where = f"engine must be a URL like {example}"
     try:
         parts = urllib.parse.urlsplit(url)
@@ -191,22 +176,19 @@ def checked_url(url: str, example: str) -> str:
 
 
 class Server:
-    """An engine's server; JSON goes in and out.
+    """An engine's server: JSON in, JSON out.
 
     Args:
-        url: of it.
-        hint: what to look at where something else answers, in words.
+        url: checked by `checked_url`.
+        hint: what to check if something else answers, in words.
         example: of such a URL.
-
-    Raises:
-        InvalidInput: the URL is none.
     """
 
     def __init__(self, url: str, hint: str, example: str = "http://host:8000") -> None:
         self.url, self.hint = checked_url(url, example), hint
 
     def post(self, route: str, body: Any = None, **query: str) -> dict[str, Any]:
-        """Returns an answer in JSON; {} for one that is empty."""
+        """Post to a route, and return the JSON of the answer; {} for an empty one."""
         url = f"{self.url}/{route}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
         data = None if body is None else json.dumps(body).encode()
         return self._send(urllib.request.Request(url, data, {"Content-Type": "application/json"}, method="POST"))
@@ -217,14 +199,11 @@ class Server:
     def do(
         self, route: str, done: Mapping[str, Any], body: Any = None, or_says: Sequence[str] = (), **query: str
     ) -> None:
-        """Have the server do something, and see that it says so.
+        """Post to a route, and raise `Unfit` unless the answer confirms it.
 
         Args:
-            done: what its answer says where it has; {} where that is empty.
-            or_says: what an answer has, whatever it is, of releases that do not leave it empty.
-
-        Raises:
-            Unfit: it says something else.
+            done: fields of an answer that does; {} if it is empty.
+            or_says: names of fields, of any value, in releases that do not leave it empty.
         """
         answer = self.post(route, body=body, **query)
         if any(answer.get(name) != value for name, value in done.items()) or (
@@ -237,7 +216,7 @@ class Server:
             )
 
     def unlike(self, answer: object) -> Unfit:
-        """The error for an answer in JSON that is not one of such a server."""
+        """Return the error for an answer in JSON that is not one of such a server."""
         return Unfit(f"{self.url} answers with JSON of something else ({_shown(json.dumps(answer))}): {self.hint}")
 
     def _send(self, request: urllib.request.Request) -> dict[str, Any]:
@@ -287,12 +266,12 @@ class Server:
 
 
 def _shown(text: str) -> str:
-    """What a message says of an answer: not all, and no secret that is in it."""
+    """Return the part of an answer that a message quotes, without secrets."""
     return _SECRET.sub("...", text)[:_LONGEST]
 
 
 def _why(url: str, reason: object) -> str:
-    """Why no server answers at a URL, and what to look at."""
+    """Return why no server answers at a URL, and what to check."""
     if isinstance(reason, ConnectionRefusedError):
         return f"nothing listens at {url} (connection refused): is the server running, and is this its port?"
     if isinstance(reason, socket.gaierror):

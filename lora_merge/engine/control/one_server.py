@@ -1,6 +1,6 @@
-"""An engine behind a URL is one process. A load balancer in front of several looks like one, and spreads the calls of a
-push over them: one would be paused, another one written to. So each worker says in every answer which process it is,
-and a push ends where that changes."""
+"""Checks that the engine behind a URL is one process. A load balancer in front of several would spread the calls of a
+push over them: one would be paused, another one written to. So every answer has the worker's process, and a push ends
+when that changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .base import Control
 from .http import Server, Unfit
 
 LOOKS = 8
-"""How often a server is asked who it is when it is met: in turn or by chance, a balancer then shows itself."""
+"""How often a new server is asked for its processes: a balancer, in turn or by chance, then shows itself."""
 
 
 class Another(Unfit):
@@ -20,15 +20,14 @@ class Another(Unfit):
 
 
 class OneServer(Control):
-    """A server that is the same from call to call. Engines are started anew at the same URL between two pushes, so
-    whoever answers at the start of a push may be another one."""
+    """A server that is the same throughout a push. Between pushes, another engine may be started at the same URL."""
 
     _server: Server
     _process: tuple[str, ...] | None = None
 
     async def rpc(self, op: str, **message: Any) -> list[dict[str, Any]]:
         if self._process is None:
-            await self._meet()  # before anybody is claimed for a push
+            await self._meet()  # before any engine is leased
         try:
             return await super().rpc(op, **message)
         except Another:
@@ -42,9 +41,9 @@ class OneServer(Control):
         for _ in range(LOOKS):
             await super().rpc("hello")
 
-    def _answers(self, call: str, told: Sequence[str]) -> list[dict[str, Any]]:
-        # Looked at before anything else: what is wrong with answers of another engine says nothing of this one.
-        answers = [json.loads(answer) for answer in told]
+    def _answers(self, call: str, replies: Sequence[str]) -> list[dict[str, Any]]:
+        # Checked first: errors of another engine say nothing about this one.
+        answers = [json.loads(reply) for reply in replies]
         here = tuple(sorted(f"{answer.get('rank')}: {answer.get('process')}" for answer in answers))
         before, self._process = self._process or here, self._process or here
         if here != before:
@@ -54,7 +53,7 @@ class OneServer(Control):
                 "anew in the middle of a push? Give a list with the URL of each replica, by a way that leads to it "
                 "alone"
             )
-        return super()._answers(call, told)
+        return super()._answers(call, replies)
 
 
 def _first(processes: tuple[str, ...]) -> str:

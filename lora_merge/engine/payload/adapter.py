@@ -7,8 +7,7 @@ into lora_B; the worker makes the engine's own kind of adapter of them, without 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,10 +20,11 @@ from ...models.operands import Operands, Turn
 from ...names import lineage
 from ...shards.quantised import is_matrix
 from ...stream.bucket_writer import BucketWriter
-from ...stream.buckets import ALIGNMENT, Meta, Table, extent, lay_out
-from ...stream.direct_targets import DirectTargets
+from ...stream.buckets import ALIGNMENT, Meta, Table, extent, lay_out, to_json
 from ...stream.source import Entry
 from ...stream.weights import MergedWeights
+from ..transport.routing import Route
+from .base import BucketPayload, Terms, WireSpecs, WorkerOp
 
 ADAPTER_NAME = "lora_merge"
 """The one name of the adapter, in loading and in every request."""
@@ -35,13 +35,13 @@ _INSTEAD = '; push with mode="merged" instead'
 
 
 def writer_of(weights: MergedWeights) -> BucketWriter:
-    """The stream of which `AdapterSource` takes the names: all of them, since an engine has a module for each, whether
-    or not they are one in the model."""
+    """Return the stream that `AdapterSource` takes names from: all of them, as an engine has a module for each, tied or
+    not."""
     weights.keep_tied = True
     return weights.bucket_writer()
 
 
-class AdapterSource:
+class AdapterSource(BucketPayload):
     """The active adapters of a model as one bucket.
 
     Args:
@@ -55,10 +55,7 @@ class AdapterSource:
 
     def __init__(self, weights: MergedWeights, writer: BucketWriter, dtype: torch.dtype) -> None:
         _check_model(live(weights.model))
-        self.device = writer.device
-        self.collective = self.shared = not writer.source.ranks.alone
-        self.recipients: Mapping[int, frozenset[tuple[int, int]]] = {}
-        self.joins = False
+        super().__init__(writer.device, not writer.source.ranks.alone)
         parts = writer.source.parts
         adapted = {
             name: delta
@@ -85,26 +82,18 @@ class AdapterSource:
         self.capacity = extent(self.table[0]) if self.table else 0
 
     def alone(self, index: int) -> bool:
-        """As of `Sent`."""
         return not self.collective
 
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
-        """Lay the adapters as they are now into the bucket; an adapter is rounded to nearest whatever `run` says."""
+        """Write the adapters as they are now, rounded to nearest whatever `run` says."""
         self._operands.refresh()
         views = [slot.view(buffer) for slot in self.table[index]]
         torch._foreach_copy_(views[::2], self._plain)
         torch._foreach_copy_(views[1::2], torch._foreach_mul([b.float() for b in self._scaled], self._scaling))
 
-    def passing(self) -> AbstractContextManager[None]:
-        """As `BucketWriter.passing`: an adapter's memory is its own."""
-        return nullcontext()
-
-    def direct_buckets(self, names: Container[str]) -> frozenset[int]:
-        """None: engines make their own tensors of an adapter."""
-        return frozenset()
-
-    def write_direct(self, index: int, targets: DirectTargets, run: Mapping[str, Any]) -> None:
-        raise NotImplementedError("an adapter goes in buckets")
+    def transfer_op(self, terms: Terms, route: Route, comes: WireSpecs | None) -> WorkerOp | None:
+        state = terms.state.to_json()
+        return WorkerOp("receive_adapter", {"table": to_json(self.table), "rank": self.rank, "state": state})
 
 
 def _check_served(name: str, delta: Delta, entry: Entry) -> None:
@@ -124,8 +113,8 @@ def _check_served(name: str, delta: Delta, entry: Entry) -> None:
 
 
 def _check_experts(ranks: Mapping[str, int], tensors: Iterable[str]) -> None:
-    """Check that the adapters of a layer's experts can be stacked: every projection of every expert, each projection at
-    one rank.
+    """Raise `UnsupportedAdapter` unless the adapters of a layer's experts can be stacked: every projection of every
+    expert, each projection at one rank.
 
     Args:
         ranks: of the adapted modules, by name.
@@ -150,7 +139,7 @@ def _check_experts(ranks: Mapping[str, int], tensors: Iterable[str]) -> None:
 
 
 def _dims(delta: Delta) -> tuple[int, int]:
-    """The parameter's dimensions that are `out` and `in` of its matrices."""
+    """Return which dimensions of the parameter are `out` and `in` of its matrices."""
     lead = 0 if delta.experts is None else 1
     return (lead + 1, lead) if delta.transposed else (lead, lead + 1)
 
@@ -158,7 +147,7 @@ def _dims(delta: Delta) -> tuple[int, int]:
 def _factors(
     name: str, delta: Delta, entry: Entry, operands: Operands
 ) -> tuple[str, tuple[str, str], Tensor, Tensor, float]:
-    """Module, names of its factors, lora_A, lora_B and scaling of a tensor; several adapters side by side."""
+    """Return module, names of the factors, lora_A, lora_B and scaling of a tensor; several adapters concatenated."""
     assert entry.window is not None
     lora_A, lora_B, scaling = operands.factors(delta)
     (out, into), (start, size) = _dims(delta), entry.window.box
@@ -170,7 +159,7 @@ def _factors(
 
 
 def _check_model(model: Live) -> None:
-    """Refuse trained parameters that belong to no adapter."""
+    """Raise `UnsupportedAdapter` if parameters are trained that belong to no adapter."""
     for name, module in model.modules():
         kinds = lineage(type(module))
         for kind in ("ModulesToSaveWrapper", "TrainableTokensWrapper"):

@@ -1,4 +1,4 @@
-"""Around what is sent: checksums of it, and a fingerprint of the base."""
+"""Checksums of what is sent, and a fingerprint of the base."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_checksums(sums: dict[str, int], slots: Sequence[Slot], data: Tensor) -> 
 
 
 class Verified:
-    """What is sent, and the checksum of every tensor of it."""
+    """A `Sent` that makes a checksum of every tensor as it is filled."""
 
     def __init__(self, inner: Sent) -> None:
         self.inner, self.table, self.device, self.capacity = inner, inner.table, inner.device, inner.capacity
@@ -33,8 +33,7 @@ class Verified:
         self.checksums: dict[str, int] = {}
 
     def alone(self, index: int) -> bool:
-        """As of `Sent`: each rank makes all checksums."""
-        return False
+        return False  # each rank makes all checksums
 
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
         self.inner.fill(index, buffer, run)
@@ -50,13 +49,13 @@ class Verified:
 
 
 def _version(tensor: Tensor) -> int:
-    """Of what was made in inference mode (HQQ's scales) none is kept: there the sample has to do."""
+    # Tensors made in inference mode (HQQ's scales) have none: there the sample has to do.
     return 0 if tensor.is_inference() else tensor._version
 
 
 class Fingerprint:
-    """Fingerprint of a stream: names, shapes, dtypes and checksums of all its bytes, however it is cut and sharded;
-    computed again when a parameter was written (by its version counter, or by what a sample of it shows)."""
+    """Fingerprint of a stream: of names, shapes, dtypes and checksums of all its bytes, however it is cut and sharded.
+    Computed again when a parameter's version counter or a sample of it has changed."""
 
     def __init__(self) -> None:
         self._samplers: defaultdict[torch.device, Sampler] = defaultdict(Sampler)
@@ -64,7 +63,7 @@ class Fingerprint:
         self._value = ""
 
     def __call__(self, writer: BucketWriter, without: Collection[str] = (), again: bool = False) -> str:
-        """Collective over the ranks of the stream.
+        """Return the fingerprint. Collective over the ranks of the stream.
 
         Args:
             without: names of tensors that do not count.
@@ -89,7 +88,7 @@ class Fingerprint:
                 for index, data in writer.filled(buffers, {}):
                     add_checksums(sums, writer.table[index], data)
                 buffers.clear()  # not needed again for long
-            writer.source = source
+            writer.adopt(source)
             lines = sorted(
                 (name, str(entry.meta.dtype), entry.meta.shape, sums[name])
                 for name, entry in writer.entries.items()

@@ -20,7 +20,7 @@ from .recipients import Share
 
 
 def slots_of(deltas: Sequence[Delta], shares: Sequence[Share]) -> Iterator[tuple[frozenset[WorkerId] | None, Meta]]:
-    """All that goes of the deltas beside whole tensors, and who takes it."""
+    """Yield the slots of all factors, each with the workers that take it (None: all)."""
     for share, side, slot, factor in _factors(deltas, shares):
         yield share.recipients, Meta(slot, factor.dtype, _shape(factor, share, deltas[share.number].experts or 1, side))
     for number, delta in enumerate(deltas):
@@ -31,7 +31,7 @@ def slots_of(deltas: Sequence[Delta], shares: Sequence[Share]) -> Iterator[tuple
 
 
 def _factors(deltas: Sequence[Delta], shares: Sequence[Share]) -> Iterator[tuple[Share, str, str, Shard]]:
-    """The factors of each share: which of the two it is, its slot's name, and the factor of all experts."""
+    """Yield the factors of each share: the share, "lora_A" or "lora_B", the slot's name, the factor of all experts."""
     for share in shares:
         for which, f in enumerate(deltas[share.number].factors):
             for side, factor in (("lora_A", f.lora_A), ("lora_B", f.lora_B)):
@@ -39,7 +39,7 @@ def _factors(deltas: Sequence[Delta], shares: Sequence[Share]) -> Iterator[tuple
 
 
 def _shape(factor: Shard, share: Share, experts: int, side: str) -> tuple[int, ...]:
-    """In which a factor goes: of some experts, as if there were no others."""
+    """Return the shape of a share's part of a factor."""
     if share.many == experts:
         return factor.shape
     rows, cols = factor.shape
@@ -49,17 +49,17 @@ def _shape(factor: Shard, share: Share, experts: int, side: str) -> tuple[int, .
 class GatheredFactors:
     """The factors of deltas on this rank: all of them, or those parts that some workers take.
 
-    Where all ranks want a delta, or DoRA takes the norms of its rows, its factors are gathered; of the others each rank
-    gets what it wants.
+    The factors of a delta are gathered where all ranks want it, or DoRA takes the norms of its rows; of the others each
+    rank receives what it wants.
 
     Args:
         deltas, shares: the same ones in the same order on every rank.
         workers: whose shares are wanted here; None for all shares.
         ranks: making it and `refresh` are collective over them.
-        device: where factors are brought to.
+        device: of the factors here.
 
     Attributes:
-        tensors: of what is wanted, by its slot's name: as of the last `refresh`; as many elements in the same order.
+        tensors: what is wanted, by its slot's name, as of the last `refresh`: as many elements in the same order.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class GatheredFactors:
             self.tensors |= zip(wanted, self._parts.tensors, strict=True)
 
     def for_some_of(self, recipients: frozenset[WorkerId] | None) -> bool:
-        """Whether what these workers take (None: all) is wanted here."""
+        """Return True if what these workers take (None: all) is wanted here."""
         return self._workers is None or recipients is None or any(place in self._workers for place in recipients)
 
     @property
@@ -127,14 +127,13 @@ class GatheredFactors:
                 self._parts.run()
 
     def release(self) -> None:
-        """As `Plan.release`."""
         self._operands.release()
         if self._parts is not None:
             self._parts.release()
 
 
 def _dealt(deltas: Sequence[Delta], shares: Sequence[Share], ranks: Ranks) -> frozenset[int]:
-    """Numbers of the deltas of which each rank gets what it wants: the same on every rank."""
+    """Return the numbers of the deltas of which each rank gets what it wants: the same on every rank."""
     some = {share.number for share in shares if share.recipients is not None}
     fit = [
         n
@@ -145,8 +144,8 @@ def _dealt(deltas: Sequence[Delta], shares: Sequence[Share], ranks: Ranks) -> fr
 
 
 def _by_expert(lora_B: Shard, delta: Delta) -> Shard | None:
-    """lora_B of fused experts `[out, r*E]` as `[out*r, E]`, so that some experts are a box of it; None where a piece
-    cannot be seen so. That of one matrix as it is."""
+    """View lora_B of fused experts `[out, r*E]` as `[out*r, E]`, so that some experts are a box of it; None where a
+    piece has no such view. That of one matrix is returned as it is."""
     if delta.experts is None:
         return lora_B
     rank = lora_B.shape[1] // delta.experts
@@ -162,7 +161,7 @@ def _by_expert(lora_B: Shard, delta: Delta) -> Shard | None:
 
 
 def _some(whole: Tensor, delta: Delta, share: Share, side: str) -> Tensor:
-    """What a share has of a factor that is here whole."""
+    """Return a share's part of a factor that is here whole."""
     experts = delta.experts or 1
     if share.many == experts:
         return whole
@@ -175,7 +174,7 @@ def _some(whole: Tensor, delta: Delta, share: Share, side: str) -> Tensor:
 
 
 def _box(shard: Shard, share: Share, experts: int | None, side: str) -> Box:
-    """What of a factor, as `_by_expert` has it, goes in a share."""
+    """Return the box of a factor, as `_by_expert` returns it, that goes in a share."""
     if experts is None:
         return shard.box
     if side == "lora_A":

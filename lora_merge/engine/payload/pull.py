@@ -1,15 +1,15 @@
 """Weights that workers of other processes read where the trainer has them, and merge into their own tensors.
 
-The other way round (mapped.py) takes an engine whose memory can be exported, which the memory of sleep mode and of
-expandable segments cannot. The trainer then exports the memory that its parameters lie in, and its adapters, where they
-can be exported as the kernels read them; all else comes in buckets beside it, as for an engine that merges by itself
-(update.py). Each worker reads what it needs of every rank's boxes, adds the products with the trainer's kernels, and
-writes its own slices: the bits are those of a merge in the trainer.
+Direct writes (transport/peer_memory.py) need an engine whose memory can be exported, which the memory of sleep mode and
+of expandable segments cannot. The trainer then exports the memory of its parameters, and of the adapters that the
+kernels can read as they lie; all else comes in buckets, as for an engine that merges by itself (update.py). Each worker
+reads what it needs of every rank's boxes, adds the products with the trainer's kernels, and writes its own slices: the
+bits are those of a merge in the trainer.
 
 On GPUs over CUDA IPC. A worker on another GPU than a rank reads its weights by plain loads, over NVLink.
 
-What other processes have mapped is not free when its owner frees it. So only weights that lie where they lay at the
-push before are exported: those of a trainer that offloads them between pushes never are.
+Memory that another process has mapped stays in use when its owner frees it. So only weights that lie where they lay at
+the push before are exported, never those of a trainer that offloads them between pushes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from torch import Tensor
 from ...kernels.packed import Packed
 from ...shards import Box
 from ...stream.bucket_writer import BucketWriter
-from ...stream.direct_targets import DirectTargets
+from ...stream.buckets import Table
+from ...stream.direct_targets import DirectTargets, Sent
 from ...stream.weights import MergedWeights
 from ..transport.peer_memory import ExportedMemory, Memory, exportable
+from ..transport.routing import Route
+from .base import Terms, WireSpecs, WorkerOp
 from .update import SidePayload
 
 MOVED = (
@@ -51,6 +54,8 @@ class PullSource(SidePayload):
         offered: under which workers know it, with what all ranks export.
     """
 
+    announced = False  # nobody waits for an engine that does not read
+    transport = "pull"
     offered = ""
 
     def __init__(
@@ -65,8 +70,21 @@ class PullSource(SidePayload):
         self.factors = ExportedMemory(_wholes(there), (), "the trainer's")
 
     def stays(self) -> bool:
-        """Whether what this rank exports lies in the same memory still. (Adapters do: they are held.)"""
+        """Return True if the weights that this rank exports still lie in the same memory. (Adapters do: they are
+        held.)"""
         return self.exports.hold({storage.data_ptr(): storage for storage in self.stream.source.held})
+
+    @property
+    def compared(self) -> Sent:
+        return self.stream
+
+    @property
+    def contents(self) -> Table:
+        return self.stream.table
+
+    def transfer_op(self, terms: Terms, route: Route, comes: WireSpecs | None) -> WorkerOp | None:
+        how = {"digest": self.offered, "scalings": self.scalings, "run": terms.run}
+        return WorkerOp("pull", {**how, **terms.begin})
 
     def settle(self) -> None:
         """Read the adapters and wait for the device: from here on workers may read the weights. Collective over the
@@ -76,28 +94,28 @@ class PullSource(SidePayload):
             torch.cuda.synchronize(self.stream.device)
 
     def _refresh(self) -> None:
-        """`settle` did."""
+        """Do nothing: `settle` has refreshed the factors."""
 
     def exported(self) -> dict[str, Any]:
-        """What this rank exports: JSON values."""
+        """Return what this rank exports, as JSON values."""
         why = self.exports.description["why"] or self.factors.description["why"]
         factors = {"memory": [], "views": {}, **self.factors.description}
         return {**self.exports.description, "why": why, "factors": factors}
 
     def offer(self, trainer: str, sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What a worker has to know, beside `spec`: JSON values.
+        """Return what a worker has to know besides `spec`, as JSON values.
 
         Args:
             trainer: its name: a worker keeps what one of them offers, also of two that push the same model.
             sources: what each rank has `exported`, and as it introduces itself (`Trainer.introduced`).
         """
-        told: dict[str, Any] = {"update": self.digest, "table": self.stream.digest, "sources": [*sources]}
-        key = json.dumps([trainer, told])
-        return {"digest": hashlib.blake2b(key.encode(), digest_size=16).hexdigest(), **told}
+        offer: dict[str, Any] = {"update": self.digest, "table": self.stream.digest, "sources": [*sources]}
+        key = json.dumps([trainer, offer])
+        return {"digest": hashlib.blake2b(key.encode(), digest_size=16).hexdigest(), **offer}
 
 
 def _boxes(stream: BucketWriter, names: Container[str]) -> DirectTargets:
-    """The boxes of parameters that this rank sends of these tensors, in coordinates of the whole parameter."""
+    """Return the boxes of parameters that this rank sends of these tensors, in coordinates of the whole parameter."""
     views: dict[str, list[tuple[Box, Tensor]]] = {}
     for index in range(len(stream.table)):
         for slot in stream.mine(index):
@@ -112,14 +130,14 @@ def _wholes(tensors: Mapping[str, Tensor]) -> DirectTargets:
 
 
 def _readable(factors: Mapping[str, Tensor], stream: BucketWriter) -> set[str]:
-    """Names of the factors that workers can read where every rank has them. Collective over the ranks of the model."""
+    """Return the names of the factors that workers can read on every rank. Collective over the ranks of the model."""
     here = {n: t for n, t in factors.items() if t.device == stream.device and t.is_contiguous() and t.numel()}
     return set[str].intersection(*stream.ranks.gather(exportable(here)))
 
 
 def unreadable(stream: BucketWriter) -> str:
-    """Why other processes cannot read what this rank holds of a stream, in words; "" where they can, as far as that can
-    be said without asking CUDA."""
+    """Return why other processes cannot read what this rank holds of a stream; "" where they can, as far as that is
+    known without asking CUDA."""
     for part in stream.source.parts.values():
         if any(isinstance(piece.tensor, Packed) for piece in part.shard.pieces):
             return f"{part.name} is quantised"
@@ -129,13 +147,12 @@ def unreadable(stream: BucketWriter) -> str:
 
 
 class Unmoved:
-    """Whether a model's weights lie where they lay at the last call."""
+    """Tells whether a model's weights lie where they lay at the last call."""
 
     def __init__(self) -> None:
         self._memory: Memory | None = None
 
     def __call__(self, stream: BucketWriter) -> bool:
-        """Of what this rank holds of a stream."""
         pieces = [piece.tensor for part in stream.source.parts.values() for piece in part.shard.pieces]
         # What codes stand for lies nowhere (`unreadable` says so).
         found = {s.data_ptr(): s for s in (p.untyped_storage() for p in pieces if not isinstance(p, Packed))}
@@ -144,7 +161,7 @@ class Unmoved:
 
 
 class PullBuilder:
-    """Makes streams something that workers can pull; kept while a stream, and its memory, stay what they were.
+    """Makes a stream something that workers can pull; kept while the stream and its memory stay what they were.
 
     Args:
         weights: the stream.
@@ -156,22 +173,22 @@ class PullBuilder:
         self._known: tuple[frozenset[str], PullSource] | None = None
 
     def __call__(self, stream: BucketWriter, blocked: frozenset[str]) -> PullSource:
-        """The stream. Collective over the ranks of the model.
+        """Return the stream as workers pull it. Collective over the ranks of the model.
 
         Args:
             blocked: names of the tensors that some engine takes another way, or holds in another dtype.
         """
         known = self._known[1] if self._known is not None and self._known[0] == blocked else None
-        if stream.ranks.any(not self.stands(stream, known)):
+        if stream.ranks.any(not self.serves(stream, known)):
             self._known = None
             known = self._made(stream, blocked)
             self._known = blocked, known
         assert known is not None
         return known
 
-    def stands(self, stream: BucketWriter, pull: PullSource | None) -> bool:
-        """Whether what was made last is what would be made of the stream now, as far as this rank can say: then it
-        serves another pass. Collective, as making streams is."""
+    def serves(self, stream: BucketWriter, pull: PullSource | None) -> bool:
+        """Return True if what was made last serves another transfer of the stream, as far as this rank can tell.
+        Collective, as making streams is."""
         if pull is None or pull.stream is not stream:
             return False
         whole = None if pull.whole is None else self._whole.bucket_writer()
@@ -196,12 +213,11 @@ class PullBuilder:
         self._known = None
 
     def release(self) -> None:
-        """As `MergedWeights.release`."""
         self._whole.release()
 
 
 def readable(workers: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> str:
-    """Why some worker cannot read the memory of all ranks of some group, in words; "" where all can, if CUDA lets them.
+    """Return why some worker cannot read the memory of all ranks of some group; "" where all can, if CUDA lets them.
 
     Args:
         workers, ranks: as they introduce themselves; ranks of a `group` hold the model together.
@@ -217,6 +233,6 @@ def readable(workers: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, 
 
 
 def _together(worker: Mapping[str, Any], rank: Mapping[str, Any]) -> bool:
-    """Whether two processes may share memory: on one host, of GPUs, or of the CPU."""
+    """Return True if two processes may share memory: on one host, both with GPUs or both on the CPU."""
     devices = worker["device"], rank["device"]
     return worker["host"] == rank["host"] and (devices[0] == devices[1] or "cpu" not in devices)

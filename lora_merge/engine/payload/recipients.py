@@ -1,5 +1,5 @@
-"""Who takes what of an update: where the workers of an engine hold different parts of a model (experts, stages of a
-pipeline), each gets the adapters of what it holds.
+"""Which worker takes what of an update: where the workers of an engine hold different parts of a model (experts, stages
+of a pipeline), each gets the adapters of what it holds.
 
 What a worker takes is known from its dry run of the base. Adapters are cut accordingly: a delta of one matrix goes to
 whoever takes one of its tensors, one of many experts goes in runs of experts that the same workers take.
@@ -16,7 +16,7 @@ from ..transport.routing import WorkerId
 
 
 class Recipients:
-    """Which workers take which tensors of a base.
+    """Tells which workers take which tensors of a base.
 
     Args:
         found: of each worker, the digest of what its dry run showed.
@@ -30,7 +30,7 @@ class Recipients:
         """Equal for two of which the same workers take the same tensors."""
 
     def of(self, names: Iterable[str]) -> frozenset[WorkerId]:
-        """Who takes something of these tensors."""
+        """Return the workers that take something of these tensors."""
         if self._by_name is None:
             self._by_name = {}
             for digest in frozenset(self._found.values()):
@@ -43,7 +43,6 @@ class Recipients:
 
     @property
     def all(self) -> frozenset[WorkerId]:
-        """Every worker."""
         return frozenset(self._found)
 
 
@@ -65,7 +64,7 @@ class Share(NamedTuple):
 def shares_of(
     deltas: Sequence[Delta], tensors: Iterable[tuple[str, int, Window]], recipients: Recipients | None
 ) -> list[Share]:
-    """The deltas in shares, in order.
+    """Cut the deltas into shares, in order.
 
     Args:
         tensors: that a product is added to: name, number of the delta, and the window in its parameter.

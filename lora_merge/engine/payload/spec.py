@@ -1,4 +1,4 @@
-"""An update in a worker: what was told of it, what has come of it, and its adapters as kernels read them there."""
+"""The worker's side of an update: its spec, its received buckets, and its factors as kernels read them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ...stream.window import Window
 
 @dataclass(frozen=True, eq=False)
 class UpdateSpec:
-    """An update as `UpdatePayload.spec` tells it.
+    """`UpdatePayload.spec`, as a worker reads it.
 
     Args:
         base: digest of what is in the table of the base (`contents_of`).
@@ -45,7 +45,6 @@ class UpdateSpec:
 
     @classmethod
     def read(cls, spec: Mapping[str, Any]) -> UpdateSpec:
-        """Off the wire."""
         windows = {name: Window(tuple(start), tuple(size), tuple(dims)) for name, start, size, dims in spec["windows"]}
         tensors = {name: (number, windows.pop(name)) for name, number in spec["tensors"]}
         shares = [(number, first, many) for number, first, many in spec["shares"]]
@@ -65,7 +64,7 @@ class UpdateSpec:
 
 @dataclass(eq=False)
 class ReceivedUpdate:
-    """An update that comes, and is merged when all workers of the engine have it.
+    """An update as it arrives; it is merged when all workers of the engine have it.
 
     Args:
         scalings: of each adapter of each delta.
@@ -77,7 +76,7 @@ class ReceivedUpdate:
     data: dict[int, Tensor] = field(default_factory=dict)
 
     def whole(self) -> Iterator[tuple[Slot, Tensor]]:
-        """The slots of tensors that came whole, each with its bucket."""
+        """Yield the slots of tensors that came whole, each with its bucket."""
         for index in range(self.spec.factors, len(self.spec.table)):
             for slot in self.spec.table[index]:
                 yield slot, self.data[index]
@@ -116,7 +115,7 @@ class DeviceFactors:
         self._bring = _bring(far, brought) if far else None
         self._tensors |= {**read, **brought}
         self.deltas = [
-            _delta(told, told["shape"], [], pieces.get(number, ()), device) for number, told in enumerate(spec.deltas)
+            _delta(one, one["shape"], [], pieces.get(number, ()), device) for number, one in enumerate(spec.deltas)
         ]
         self._shares: dict[int, list[tuple[int, int, Delta]]] = {}
         for number, first, many in spec.shares:
@@ -126,23 +125,23 @@ class DeviceFactors:
         self._operands = Operands([Turn(held)], Ranks(), device)
 
     def is_like(self, coming: ReceivedUpdate) -> bool:
-        """Whether another update has the same tensors."""
+        """Return True if another update has the same tensors."""
         return coming.spec is self._spec and coming.data.keys() == self._came
 
     def serves(self, coming: ReceivedUpdate) -> bool:
-        """Whether it goes the same way: scalings are the plan's."""
+        """Return True if a plan of these factors serves another update: scalings are the plan's."""
         return self.is_like(coming) and coming.scalings == self._scalings
 
     def segments(self, number: int, job: Job) -> list[Segment]:
-        """Of a job of a delta.
+        """Return the segments of a job of a delta.
 
         Raises:
             RuntimeError: a factor that it takes has not come to this worker.
         """
-        told = self._spec.deltas[number]
+        spec = self._spec.deltas[number]
         scale = self._tensors.get(f"{number}.row_scale")
         shares = self._shares.get(number, [])
-        if told["experts"] is None:
+        if spec["experts"] is None:
             found = [self._operands.scaled_segments(job._replace(delta=delta), 0, scale) for _, _, delta in shares]
             there = bool(found)
         else:
@@ -155,12 +154,12 @@ class DeviceFactors:
                     found.append(self._operands.scaled_segments(part, 0, scale))
                     missing -= to - at
             there = not missing
-        if not there or (scale is None and told["row_scale"]):
-            raise RuntimeError(f"{told['name']} lies in this worker, and its adapter was not sent here: push again")
+        if not there or (scale is None and spec["row_scale"]):
+            raise RuntimeError(f"{spec['name']} lies in this worker, and its adapter was not sent here: push again")
         return [segment for some in found for segment in some]
 
     def take(self, coming: ReceivedUpdate) -> None:
-        """The factors of an update come to lie here."""
+        """Copy the factors of an update to here."""
         for index, to in self.memory.items():
             to.copy_(coming.data[index])
         if self._bring is not None:
@@ -168,31 +167,31 @@ class DeviceFactors:
         self._operands.refresh()
 
     def _share(self, number: int, first: int, many: int, device: torch.device) -> Delta:
-        told = self._spec.deltas[number]
+        spec = self._spec.deltas[number]
         factors = []
         for which, scaling in enumerate(self._scalings[number]):
             lora_A, lora_B = (self._tensors[f"{number}.{first}.{which}.lora_{half}"] for half in "AB")
             factors.append(Factors(whole(lora_A), whole(lora_B), scaling))
-        shape = told["shape"] if told["experts"] is None else [many, *told["shape"][1:]]
+        shape = spec["shape"] if spec["experts"] is None else [many, *spec["shape"][1:]]
         # Operands leave out what nobody holds; what has no place here may be part of a layer that is laid out anew.
-        delta = _delta(told, shape, factors, (Piece((), torch.empty(0)),), device)
+        delta = _delta(spec, shape, factors, (Piece((), torch.empty(0)),), device)
         if delta.experts is None:
             return delta
         return replace(delta, experts=many, name=f"{delta.name}[{first}:]" if first else delta.name)
 
 
 def _bring(far: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> Plan:
-    """A plan that copies tensors of another GPU to this one, bits as they are, in one launch."""
+    """Return a plan that copies tensors of another GPU to this one, bits as they are, in one launch."""
     pairs = ((name, raw(there), raw(here[name])) for name, there in far.items())
     return Plan([replace(segment, peer=True) for pair in pairs for segment in copies(*pair)])
 
 
 def _delta(
-    told: Mapping[str, Any],
+    spec: Mapping[str, Any],
     shape: Sequence[int],
     factors: Sequence[Factors],
     pieces: Sequence[Piece],
     device: torch.device,
 ) -> Delta:
-    held = Shard(tuple(shape), dtype_of(told["dtype"]), device, tuple(pieces))
-    return Delta(told["name"], held, tuple(factors), told["experts"], told["transposed"])
+    held = Shard(tuple(shape), dtype_of(spec["dtype"]), device, tuple(pieces))
+    return Delta(spec["name"], held, tuple(factors), spec["experts"], spec["transposed"])

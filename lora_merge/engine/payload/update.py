@@ -1,5 +1,5 @@
-"""What training has changed since the base, for engines that merge by themselves: the factors of the adapters, and the
-tensors that are trained whole.
+"""What training has changed since the base, for engines that merge by themselves: factors of adapters, and tensors that
+are trained whole.
 
 An engine that holds the base gets lora_A and lora_B as they are, the factors of DoRA's rows, and every tensor that is
 no base weight plus a product: what training changes itself (`modules_to_save`, biases), buffers, and what only the
@@ -28,16 +28,16 @@ from ...models.live import live
 from ...models.part import Learning, Part
 from ...stream.bucket_writer import BucketWriter
 from ...stream.buckets import ALIGNMENT, Meta, Table, contents_of, dtype_name, extent, lay_out, to_json
-from ...stream.direct_targets import DirectTargets
 from ...stream.source import Entry
 from ...stream.weights import MergedWeights
 from ...stream.window import Window
-from ..transport.routing import WorkerId
+from ..transport.routing import Route, WorkerId
+from .base import BucketPayload, Terms, WireSpecs, WorkerOp
 from .factors import GatheredFactors, slots_of
 from .recipients import Recipients, shares_of
 
 
-class SidePayload:
+class SidePayload(BucketPayload):
     """What workers need beside a base that they can read, as buckets: adapters' factors first, then whole tensors.
 
     Args:
@@ -57,7 +57,6 @@ class SidePayload:
         digest: of `spec`.
         changed: names of the tensors that it changes.
         whole_names: those of them that go whole.
-
     """
 
     def __init__(
@@ -70,11 +69,11 @@ class SidePayload:
         recipients: Recipients | None = None,
         read: Callable[[Mapping[str, Tensor]], Container[str]] | None = None,
     ) -> None:
-        self.device, self._adapted, self.whole = adapted.device, adapted, whole
-        self.collective = self.shared = not adapted.source.ranks.alone
-        self.joins = False
+        super().__init__(adapted.device, not adapted.source.ranks.alone)
+        self._adapted, self.whole = adapted, whole
         parts = adapted.source.parts
         self.whole_names = frozenset(() if whole is None else whole.entries)
+        # Number the deltas; tensors of one parameter share one.
         numbers: dict[int, int] = {}
         deltas: list[Delta] = []
         self._parts: list[str] = []
@@ -85,6 +84,7 @@ class SidePayload:
                 self._parts.append(straight[name].sources[0])
         self.scalings = [[f.scaling for f in delta.factors] for delta in deltas]
         self._fresh = False
+        # Who takes what of them, and which factors workers read where they lie: these go in no bucket.
         windows = ((name, numbers[id(delta)], _box(straight[name])) for name, delta in merged.items())
         self._shares = shares_of(deltas, windows, recipients)
         self._factors: GatheredFactors | None = None
@@ -93,6 +93,7 @@ class SidePayload:
         if read is not None:
             found = read(self._gathered().tensors)
             there = [meta.name for _, meta in known if meta.name in found]
+        # Lay out the others, in buckets of their own for each set of workers.
         groups: dict[frozenset[WorkerId] | None, list[Meta]] = {}
         for them, meta in known:
             if meta.name not in there:
@@ -119,15 +120,15 @@ class SidePayload:
         self.digest = hashlib.blake2b(json.dumps(self.spec).encode(), digest_size=16).hexdigest()
 
     def _deltas(self) -> list[Delta]:
-        """Asked for anew: a delta holds its weight, and a model's weights are not held between pushes."""
+        # Read each time: a delta holds its weight, and a model's weights are not held between pushes.
         deltas = [self._adapted.source.parts[name].delta for name in self._parts]
         return [delta for delta in deltas if delta is not None]
 
     def _gathered(self, workers: Container[WorkerId] | None = None) -> GatheredFactors:
-        """The factors on this rank; laid out when they are first asked for, which is collective.
+        """Return the factors on this rank; the first call lays them out and is collective.
 
         Args:
-            workers: whose shares are brought here then; None for all.
+            workers: whose shares are gathered here then; None for all.
         """
         if self._factors is None:
             ranks = self._adapted.source.ranks
@@ -135,11 +136,9 @@ class SidePayload:
         return self._factors
 
     def alone(self, index: int) -> bool:
-        """As of `Sent`: the factors are gathered with the first bucket."""
-        return not self.collective or 0 < index < self._count
+        return not self.collective or 0 < index < self._count  # the factors are gathered with the first bucket
 
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
-        """As `Sent.fill`."""
         # Ranks that share a model do so together, with the first bucket, which all of them fill. Another one may begin
         # with any: nobody whom it serves takes those before.
         if index == 0 or (not self.collective and not self._fresh):
@@ -152,31 +151,23 @@ class SidePayload:
             if here is not buffer:
                 buffer.copy_(here)
             return
-        brought = self._gathered()
-        if not brought.for_some_of(self.recipients.get(index)):
+        gathered = self._gathered()
+        if not gathered.for_some_of(self.recipients.get(index)):
             return  # it is filled for the sake of other ranks
         at, plan = self._plans.get(index, (0, None))
         if plan is None or at != buffer.data_ptr():
-            sources = [(slot, brought.tensors[slot.name]) for slot in self.table[index]]
+            sources = [(slot, gathered.tensors[slot.name]) for slot in self.table[index]]
             plan = Plan([part for slot, s in sources for part in copies(slot.name, s, slot.view(buffer).view(s.shape))])
-            plan.release()  # the buffer is its owner's; that it is where it was is looked at
+            plan.release()  # the buffer is its owner's; its address is compared above
             self._plans[index] = buffer.data_ptr(), plan
         plan.run()
 
     def _refresh(self) -> None:
-        """The factors as the live adapters have them now."""
+        """Read the factors as the live adapters have them now."""
         self._gathered().refresh(self._adapted.storages)
-
-    def direct_buckets(self, names: Container[str]) -> frozenset[int]:
-        """None: workers merge what they got."""
-        return frozenset()
-
-    def write_direct(self, index: int, targets: DirectTargets, run: Mapping[str, Any]) -> None:
-        raise NotImplementedError("an update goes in buckets")
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """As `BucketWriter.passing`."""
         self._fresh = False
         with ExitStack() as stack:
             for writer in (self._adapted, self.whole):
@@ -192,30 +183,26 @@ class SidePayload:
 class UpdatePayload(SidePayload):
     """What training has changed since the base that an engine holds."""
 
+    writes = False  # before `merge`
+    merges = True
     _served: Mapping[WorkerId, int] | None = None
 
+    def transfer_op(self, terms: Terms, route: Route, comes: WireSpecs | None) -> WorkerOp | None:
+        return WorkerOp("receive_update", {"digest": self.digest, "scalings": self.scalings, "comes": comes})
+
     def serves(self, served: Mapping[WorkerId, int] | None) -> bool:
-        """Whether `serve` was called with this last; the same on every rank."""
         return self._factors is not None and served == self._served
 
     def serve(self, served: Mapping[WorkerId, int] | None, rank: int) -> None:
-        """From now on bring to each rank what its workers take; collective over the ranks of the model.
-
-        Args:
-            served: each worker's rank of the trainer; None where every rank makes everything.
-            rank: this one of them.
-        """
         self.forget()
         self._gathered(None if served is None else {place for place, by in served.items() if by == rank})
         self._served = served
 
     def forget(self) -> None:
-        """Until `serve` is called again, serve nobody."""
         self._factors, self._plans = None, {}
 
     @cached_property
-    def apart(self) -> bool:
-        """Whether workers take more by themselves than it costs to send each of them what all take."""
+    def separate(self) -> bool:  # type: ignore[override]
         sizes = [sum(slot.nbytes for slot in slots) for slots in self.table]
         own = sum(size * len(self.recipients[index]) for index, size in enumerate(sizes) if index in self.recipients)
         workers = frozenset().union(*self.recipients.values())
@@ -223,8 +210,8 @@ class UpdatePayload(SidePayload):
 
 
 def converted(adapted: BucketWriter) -> list[str]:
-    """Names of the tensors that adapters change and that go whole, as only a conversion makes them: of the base's
-    values."""
+    """Return the names of the tensors that adapters change and that go whole, as only a conversion of the base's values
+    makes them."""
     parts = adapted.source.parts
     return [
         name
@@ -234,13 +221,13 @@ def converted(adapted: BucketWriter) -> list[str]:
 
 
 def _by_factors(entry: Entry, parts: Mapping[str, Part]) -> bool:
-    """Whether a tensor of the stream is a box of one parameter that an adapter adds to: replaced rows make it whole."""
+    """Return True if a tensor of the stream is a box of one parameter that an adapter adds to. With replaced rows it
+    goes whole."""
     delta = parts[entry.sources[0]].delta
     return entry.window is not None and delta is not None and not delta.rows
 
 
 def _box(entry: Entry) -> Window:
-    """Which box of its parameter a tensor is."""
     assert entry.window is not None
     return entry.window
 
@@ -262,7 +249,6 @@ def _window(entry: Entry) -> list[Any]:
 
 
 def _described(delta: Delta) -> dict[str, Any]:
-    """A delta in JSON values, without its factors."""
     return {
         "name": delta.name,
         "shape": list(delta.weight.shape),
@@ -275,7 +261,7 @@ def _described(delta: Delta) -> dict[str, Any]:
 
 
 class UpdateBuilder:
-    """Makes what training changes in a model something that engines can be sent; kept while it stays what it was.
+    """Makes the update of a model; kept while the model stays what it was.
 
     Args:
         weights: the stream of the model.
@@ -291,7 +277,7 @@ class UpdateBuilder:
         self._known: tuple[BucketWriter, Any, UpdatePayload] | None = None
 
     def __call__(self, weights: MergedWeights, base: BucketWriter, recipients: Recipients) -> UpdatePayload:
-        """The update of the model as it is now. Collective over the ranks of the model.
+        """Return the update of the model as it is now. Collective over the ranks of the model.
 
         Args:
             weights: the stream of the base, with the settings with which it fits the engines.
@@ -315,7 +301,6 @@ class UpdateBuilder:
         return known[2]
 
     def release(self) -> None:
-        """As `MergedWeights.release`."""
         for stream in (self._adapted, self._whole):
             stream.release()
 

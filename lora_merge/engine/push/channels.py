@@ -1,9 +1,10 @@
-"""The trainer's channels to the engines' workers: which rank serves which worker, and one transfer over them."""
+"""The trainer's channels to the engines' workers: which rank serves which worker, and transfers over them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Coroutine, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -12,16 +13,21 @@ from ...shards.ranks import Ranks
 from ...stream.bucket_writer import BucketWriter
 from ...stream.direct_targets import DirectTargets, Sent
 from ..control.base import Control
-from ..control.calls import bind, side_by_side, together
+from ..control.calls import side_by_side, together
+from ..messages import WorkerInfo
 from ..transport.liveness import error_text
 from ..transport.peer_memory import DirectWriteSet, MappedMemory, direct, united
 from ..transport.rendezvous import interface
 from ..transport.routing import Route, WorkerId, assign, clash, introduction
 from ..transport.sender import Sender
 from .ranks import Ended, TrainerRanks
-from .replica import Replica
+from .replica import Replica, workers_of
 
-_T = TypeVar("_T")
+
+class Step(Protocol):
+    """A step of a transfer in one replica."""
+
+    def __call__(self, replica: Replica, /, route: Route) -> Coroutine[Any, Any, None]: ...
 
 
 class Trainer(TrainerRanks):
@@ -42,12 +48,12 @@ class Trainer(TrainerRanks):
         self._sessions: dict[WorkerId, str] = {}
         self._places: dict[WorkerId, tuple[int, str]] = {}
         self._hosts: dict[WorkerId, str] = {}
-        self._nbytes, self._apart = 0, False
+        self._nbytes, self._separate = 0, False
         self._mapped: dict[str, _Mapping] = {}
 
     @property
     def sessions(self) -> list[str]:
-        """Of the open channels, those of all ranks."""
+        """The sessions of the open channels of all ranks."""
         return sorted(set(self._sessions.values()))
 
     @property
@@ -58,22 +64,23 @@ class Trainer(TrainerRanks):
     # Channels
 
     def introduced(self, source: BucketWriter) -> dict[str, Any]:
-        """This rank's `introduction`, and its `group`: a number that those have who hold the model together."""
+        """Return this rank's `introduction`, and its `group`: a number that the ranks share which hold the model
+        together."""
         first = source.ranks.global_rank(0) if source.collective else self.world.rank
         return {**introduction(source.device), "group": first}
 
     async def map(
         self, source: BucketWriter, replicas: Sequence[Replica], at: Mapping[int, Sequence[str]]
     ) -> DirectWriteSet:
-        """Map the engines' own tensors into the ranks that will write to them, where that goes; kept while they stay
-        where they are.
+        """Map the engines' own tensors into the ranks that will write to them, where that is possible; kept while they
+        stay where they are.
 
         Args:
             source: what will be written.
             at: of each replica the `ExportedMemory.digest` of every worker.
 
         Returns:
-            what goes straight into the engines of other processes; the same on every rank.
+            what is written directly to engines in other processes; the same on every rank.
         """
         known = self._mapped.get(source.digest)
         key = [at[replica.index] for replica in replicas]
@@ -81,16 +88,16 @@ class Trainer(TrainerRanks):
             return known.direct
         await self.unmap(source.digest)
         trainers = await self.gather(self.introduced(source))
-        serving = assign(trainers, [replica.workers for replica in replicas])
+        serving = assign(trainers, _introductions(replicas))
         away = {(replicas[r].index, w): rank for (r, w), (rank, kind) in serving.items() if kind != "local"}
-        workers = {(r.index, w): worker for r in replicas for w, worker in enumerate(r.workers)}
+        workers = workers_of(replicas)
         found = await self._exports(source, replicas, away)
         direct, made = self._direct(trainers, workers, away, found), dict[WorkerId, MappedMemory]()
         failed = ""
         try:
             for place, exports in found.items() if direct.names else ():
                 if trainers[away[place]]["group"] == trainers[self.world.rank]["group"]:
-                    made[place] = MappedMemory(exports, source.device, workers[place]["pid"])
+                    made[place] = MappedMemory(exports, source.device, workers[place].pid)
         except Exception as error:
             failed = f"a worker's memory cannot be mapped here: {error_text(error)}"
         failures = [text for text in await self.gather(failed) if text]
@@ -104,59 +111,48 @@ class Trainer(TrainerRanks):
     async def _exports(
         self, source: BucketWriter, replicas: Sequence[Replica], away: Container[WorkerId]
     ) -> dict[WorkerId, Mapping[str, Any]]:
-        """What each worker in another process exports, on every rank."""
-        mine: dict[WorkerId, Mapping[str, Any]] = {}
-
-        async def ask(replica: Replica) -> None:
-            if any((replica.index, w) in away for w in range(len(replica.workers))):
-                for w, answer in enumerate(await replica.handle.rpc("exports", digest=source.digest)):
-                    mine[replica.index, w] = answer
-
-        answers = await self.everywhere(self._ask_all(replicas, ask, mine))
-        return {place: found for some in answers for place, found in some.items() if place in away}
-
-    async def _ask_all(
-        self, replicas: Sequence[Replica], ask: Callable[[Replica], Coroutine[Any, Any, None]], answers: _T
-    ) -> _T:
-        await self.all_own(replicas, ask)
-        return answers
+        """Ask what each worker in another process exports, on every rank."""
+        asked = [r for r in replicas if any((r.index, w) in away for w in range(len(r.workers)))]
+        answers = await self.ask(asked, "export_memory", digest=source.digest)
+        found = {(index, w): answer for index, workers in answers.items() for w, answer in enumerate(workers)}
+        return {place: exports for place, exports in found.items() if place in away}
 
     def _direct(
         self,
         trainers: Sequence[Mapping[str, Any]],
-        workers: Mapping[WorkerId, Mapping[str, Any]],
+        workers: Mapping[WorkerId, WorkerInfo],
         away: Mapping[WorkerId, int],
         found: Mapping[WorkerId, Mapping[str, Any]],
     ) -> DirectWriteSet:
-        """What goes straight; nothing where some rank that would write shares no host with some worker. To each worker
-        those write that hold the model with the rank that serves it."""
+        """Return what is written directly; nothing where some rank that would write shares no host with some worker.
+        All ranks that hold the model with the one that serves a worker write to that worker."""
         for (r, w), rank in away.items():
             writers = [trainer for trainer in trainers if trainer["group"] == trainers[rank]["group"]]
-            if any((trainer["device"] == "cpu") != (workers[r, w]["device"] == "cpu") for trainer in writers):
+            if any((trainer["device"] == "cpu") != (workers[r, w].device == "cpu") for trainer in writers):
                 return DirectWriteSet(
                     frozenset(), f"worker {w} of engine {r} is on a GPU and the trainer is not, or vice versa"
                 )
-            if any(trainer["host"] != workers[r, w]["host"] for trainer in writers):
+            if any(trainer["host"] != workers[r, w].host for trainer in writers):
                 return DirectWriteSet(
                     frozenset(), f"worker {w} of engine {r} shares no memory with every rank that would write"
                 )
         return direct([found[place] for place in away])
 
     async def unmap(self, digest: str) -> None:
-        """Let go of engines' tensors. Collective."""
+        """Unmap engines' tensors. Collective."""
         if digest in self._mapped:
             for mapped in self._mapped.pop(digest).mapped.values():
                 mapped.close()
 
-    def route(self, source: Sent, digest: str, compare: bool) -> Route:
-        """How a source goes to engines in other processes: as `map` found."""
-        known = self._mapped.get(digest)
+    def route(self, source: BucketWriter, compare: bool) -> Route:
+        """Return how a stream goes to engines in other processes: as `map` found."""
+        known = self._mapped.get(source.digest)
         if known is None or not known.direct.names:
             return Route.of_buckets(source)
         return Route.to(source, known.direct.names, known.targets, compare)
 
     def _spared(self, route: Route, failed: Container[int]) -> Route:
-        """A route that writes to none of the replicas that have failed: they may be somebody else's by now."""
+        """Return a route that writes to no replica that has failed: another trainer may have it by now."""
         for known in self._mapped.values():
             if known.targets is route.targets and any(index in failed for index, _ in known.mapped):
                 left = [mapped for (index, _), mapped in known.mapped.items() if index not in failed]
@@ -164,37 +160,33 @@ class Trainer(TrainerRanks):
         return route
 
     async def connect(
-        self, replicas: Sequence[Replica], nbytes: int, device: torch.device, sent: bool, apart: bool
+        self, replicas: Sequence[Replica], nbytes: int, device: torch.device, sent: bool, separate: bool
     ) -> None:
-        """Channels to all workers, with two buffers of at least `nbytes`; kept from push to push.
+        """Open channels to all workers, with two buffers of at least `nbytes`; kept from push to push.
 
         Args:
             sent: whether buckets go to workers in other processes at all.
-            apart: as of `assign`.
+            separate: as `apart` of `assign`.
 
         Raises:
             PushRefused: some engine cannot be reached; no channel is left open.
         """
-        open_ = {(r.index, w): worker["session"] for r in replicas for w, worker in enumerate(r.workers)}
-        apart = apart and sent
+        workers = workers_of(replicas)
+        open_ = {place: worker.session for place, worker in workers.items()}
+        separate = separate and sent
         enough = not sent or (self._nbytes >= nbytes and all(kind != "write" for _, kind in self._places.values()))
-        if open_ == self._sessions and enough and apart == self._apart:
+        if open_ == self._sessions and enough and separate == self._separate:
             return
         await self.close_channels()
         size = max(nbytes, 1)
         trainers = await self.gather(introduction(device))
-        places = assign(trainers, [r.workers for r in replicas], apart)
+        places = assign(trainers, _introductions(replicas), separate)
         if not sent:
             places = {at: (rank, kind if kind == "local" else "write") for at, (rank, kind) in places.items()}
-        if why := clash(trainers[0], [r.workers for r in replicas], {at: kind for at, (_, kind) in places.items()}):
+        if why := clash(trainers[0], _introductions(replicas), {at: kind for at, (_, kind) in places.items()}):
             raise PushRefused(f"no channel to the engine: {why}")
         try:
-            hosts = {
-                (r.index, w): worker["host"]
-                for r in replicas
-                for w, worker in enumerate(r.workers)
-                if places[r.index, w][1] in ("nccl", "tcp")
-            }
+            hosts = {at: worker.host for at, worker in workers.items() if places[at][1] in ("nccl", "tcp")}
             made = await self.everywhere(self._make_senders(places, size, device, hosts))
         except Exception:
             await self.close_channels()
@@ -204,14 +196,14 @@ class Trainer(TrainerRanks):
         ended = self.ended(replicas)
 
         async def connect(replica: Replica) -> None:
-            ranked = {str(w["rank"]): channels[replica.index, at] for at, w in enumerate(replica.workers)}
+            ranked = {str(w.rank): channels[replica.index, at] for at, w in enumerate(replica.workers)}
             await replica.handle.rpc("connect", trainer=self.name, channels=ranked)
 
         def join() -> None:
             for sender, _ in self._rounds:
                 sender.connect(ended)
 
-        calls = [bind(connect, replica) for replica in own]
+        calls = [partial(connect, replica) for replica in own]
         errors, failure = await together(
             [r.handle for r in own], calls, join, ended=lambda i: ended.add(own[i].index), stop=self._stop
         )
@@ -224,7 +216,7 @@ class Trainer(TrainerRanks):
         for sender, _ in self._rounds:
             sender.opened()
         self._sessions = {place: channel["session"] for place, channel in channels.items()}
-        self._places, self._hosts, self._nbytes, self._apart = places, hosts, size, apart
+        self._places, self._hosts, self._nbytes, self._separate = places, hosts, size, separate
 
     async def _make_senders(
         self,
@@ -233,7 +225,7 @@ class Trainer(TrainerRanks):
         device: torch.device,
         hosts: Mapping[WorkerId, str],
     ) -> dict[WorkerId, dict[str, Any]]:
-        """This rank's ends, a sender a round, and what its workers have to know of them.
+        """Make this rank's ends, a sender a round, and return what its workers have to know of them.
 
         Args:
             hosts: of workers that are reached over a network.
@@ -245,19 +237,19 @@ class Trainer(TrainerRanks):
         return {place: sender.channel(*place) for sender, _ in self._rounds for place in sender.kinds}
 
     async def close(self) -> None:
-        """Give buffers and handles back, and the engines' tensors. Collective."""
+        """Free buffers and handles, and unmap the engines' tensors. Collective."""
         for digest in list(self._mapped):
             await self.unmap(digest)
         await self.close_channels(weights=True)
 
     async def close_channels(self, *, weights: bool = False) -> None:
-        """Give buffers and handles back: workers let go first. Collective.
+        """Free buffers and handles, after the workers have closed theirs. Collective.
 
         Args:
-            weights: they let go of the trainer's weights, too.
+            weights: workers unmap the trainer's weights, too.
         """
         message = {"sessions": self.sessions, "weights": self.name if weights else ""}
-        if self.sessions or (weights and self.offered):  # an engine that is gone has let go already
+        if self.sessions or (weights and self.offered):  # an engine that is gone holds nothing
             await side_by_side(self.controls, lambda control: control.rpc("disconnect", **message), self.controls)
         self.offered = self.offered and not weights
         await self.gather(None)
@@ -268,14 +260,14 @@ class Trainer(TrainerRanks):
     # One transfer
 
     def wire_specs(self, replica: Replica, route: Route) -> dict[str, dict[str, list[int]]] | None:
-        """`Route.wire_spec` of every worker of a replica, by its rank; None where all workers take everything."""
+        """Return `Route.wire_spec` of every worker of a replica, by rank; None where all workers take everything."""
         if not route.recipients:
             return None
-        ranked = ((str(worker["rank"]), (replica.index, at)) for at, worker in enumerate(replica.workers))
+        ranked = ((str(worker.rank), (replica.index, at)) for at, worker in enumerate(replica.workers))
         return {rank: route.wire_spec(place, self._places, self._hosts) for rank, place in ranked}
 
     def kinds(self, route: Route) -> tuple[str, ...]:
-        """Names of the transports that a transfer takes."""
+        """Return the names of the transports that a transfer takes."""
         used = {kind for _, kind in self._places.values() if kind == "local" or route.sent}
         away = any(kind != "local" for _, kind in self._places.values())
         return tuple(sorted(used | ({"write"} if route.placed and away else set())))
@@ -286,8 +278,8 @@ class Trainer(TrainerRanks):
         run: Mapping[str, Any],
         replicas: Sequence[Replica],
         route: Route,
-        prepare: Callable[[Replica, Route], Coroutine[Any, Any, Any]],
-        receive: Callable[[Replica, Route], Coroutine[Any, Any, Any]],
+        prepare: Step,
+        receive: Step,
         settle: Callable[[], object] = lambda: None,
     ) -> None:
         """Send one source to some replicas. Errors are noted in the replicas, on every rank.
@@ -295,15 +287,15 @@ class Trainer(TrainerRanks):
         Args:
             run: arguments of `Plan.run`.
             route: to engines in other processes.
-            prepare: what comes before, of each replica whose handle is here.
-            receive: the control calls beside, in which its workers take the buckets.
-            settle: what every rank has done before any of these calls.
+            prepare: runs before, for each replica whose handle is here.
+            receive: the control calls in which its workers take the buckets, meanwhile.
+            settle: runs on every rank before any of these calls.
         """
         for sender, indices in self._rounds:
             ended = self.ended(replicas)
             group = [r for r in replicas if r.index in indices]
             how = Route.of_buckets(source) if sender.local else route
-            await self.each(group, _along(how, prepare))
+            await self.each(group, partial(prepare, route=how))
             failure = ""
             try:
                 await self.blocking(settle)
@@ -326,24 +318,24 @@ class Trainer(TrainerRanks):
         source: Sent,
         run: Mapping[str, Any],
         own: Sequence[Replica],
-        receive: Callable[[Replica, Route], Coroutine[Any, Any, Any]],
+        receive: Step,
         ended: Ended,
         route: Route,
     ) -> str:
-        """This rank's part in a round: serve its workers, and make the control calls of its engines; its own failure,
-        in words."""
+        """Do this rank's part in a round: serve its workers, and make the control calls of its engines. Return its own
+        failure in words."""
         if sender.local:
             sender.offer(source, run, ended)
             for replica in own:
-                await self.each([replica], _along(route, receive))
+                await self.each([replica], partial(receive, route=route))
             try:
                 await self.blocking(sender.drain)
             except Exception as error:
                 return error_text(error)
             return ""
 
-        if not source.table:  # workers read all there is
-            await self.each(own, _along(route, receive))
+        if not source.table:  # workers read everything by themselves
+            await self.each(own, partial(receive, route=route))
             return ""
 
         def serve() -> None:
@@ -355,7 +347,7 @@ class Trainer(TrainerRanks):
                     sender.abort()  # whatever it was: workers wait for buckets
                     raise
 
-        calls = [bind(receive, replica, route) for replica in own]
+        calls = [partial(receive, replica, route=route) for replica in own]
         errors, failure = await together(
             [r.handle for r in own], calls, serve, ended=lambda i: ended.add(own[i].index), stop=self._stop,
             give_up=sender.abort,
@@ -365,15 +357,13 @@ class Trainer(TrainerRanks):
         return "" if failure is None else error_text(failure)
 
     def _stop(self) -> None:
-        """The push was cancelled: fill no more, and tell the workers."""
+        """Fill no more, and tell the workers, as the push was cancelled."""
         for sender, _ in self._rounds:
             sender.stop()
 
 
-def _along(
-    route: Route, step: Callable[[Replica, Route], Coroutine[Any, Any, Any]]
-) -> Callable[[Replica], Coroutine[Any, Any, Any]]:
-    return lambda replica: step(replica, route)
+def _introductions(replicas: Sequence[Replica]) -> list[list[dict[str, Any]]]:
+    return [[worker.introduction for worker in replica.workers] for replica in replicas]
 
 
 class _Mapping(NamedTuple):
@@ -381,7 +371,7 @@ class _Mapping(NamedTuple):
 
     Args:
         key: `ExportedMemory.digest` of every worker then.
-        direct: what goes straight.
+        direct: what is written directly.
         mapped: those of the workers that this rank writes to.
         targets: theirs, together.
     """
@@ -393,8 +383,8 @@ class _Mapping(NamedTuple):
 
 
 def _rounds(places: Mapping[WorkerId, tuple[int, str]]) -> list[list[WorkerId]]:
-    """Places that are served at the same time: all workers elsewhere first, then one engine in each trainer process,
-    which pulls at its own pace."""
+    """Group places that are served at the same time: all workers elsewhere first, then one engine in each trainer
+    process, which pulls at its own pace."""
     elsewhere = [place for place, (_, kind) in places.items() if kind != "local"]
     here: list[list[WorkerId]] = []
     turns: dict[int, int] = {}

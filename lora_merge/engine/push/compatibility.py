@@ -1,7 +1,7 @@
-"""Whether a stream fits the engines: each is asked, the answers are judged, and the result is remembered.
+"""Whether a stream fits the engines: each is asked, the answers are evaluated, and the result is remembered.
 
-Every engine's workers make a dry run of the model's own `load_weights`. What they find is the same at every push of the
-same table, so only its digest crosses then; in full it goes to the other ranks of the trainer once.
+Every engine's workers make a dry run of the model's own `load_weights`. Its result is the same at every push of a
+table, so only a digest of it crosses then; the other ranks of the trainer get it in full once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from ...errors import PushRefused
 from ...stream.bucket_writer import BucketWriter
 from ...stream.buckets import metas, to_json
 from ...stream.weights import MergedWeights
+from ..messages import DryRunAnswer
 from ..payload.recipients import Recipients
 from .channels import Trainer
 from .evaluation import evaluate
@@ -25,7 +26,7 @@ class Answers(NamedTuple):
 
     Args:
         stream: digest of its table.
-        workers: each engine's name, with the digests of what its workers find.
+        workers: each engine's name, with the digests of its workers' dry runs.
     """
 
     stream: str
@@ -37,31 +38,30 @@ class CompatibilityCheck:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._said: dict[str, Any] = {}
-        """What workers found, by its digest; known to every rank."""
+        self._results: dict[str, DryRunAnswer] = {}
+        """Results of dry runs, by digest; the same on every rank."""
         self._fitted: dict[MergedWeights, Answers] = {}
-        """What the engines said of each stream when it fitted last."""
+        """The engines' answers about each stream when it fitted last."""
         self._found: dict[int, list[str]] = {}
-        """Of each replica that was asked last, digests of what its workers found."""
+        """Of each replica that was asked last, the digests of its workers' dry runs."""
         self.at: dict[int, list[str]] = {}
-        """Of each replica that was asked last, where its workers have what the stream fills: see
-        `ExportedMemory.digest`."""
+        """Of each replica that was asked last, the `ExportedMemory.digest` of every worker."""
 
     def known(self, weights: MergedWeights) -> list[str]:
-        """The digest of the stream as it fitted last, if it ever did."""
+        """Return the digest of the stream as it fitted last, if it ever did."""
         return [self._fitted[weights].stream] if weights in self._fitted else []
 
     def recipients(self) -> Recipients:
-        """Which workers take which tensors of the stream that was fitted last."""
+        """Return which workers take which tensors of the stream that was checked last."""
         return Recipients(
             {(index, w): digest for index, workers in self._found.items() for w, digest in enumerate(workers)},
-            {digest: found["ignored"] for digest, found in self._said.items()},
+            {digest: found.ignored for digest, found in self._results.items()},
         )
 
     async def __call__(
         self, weights: MergedWeights, replicas: Sequence[Replica], read: BucketWriter | None = None
     ) -> BucketWriter:
-        """The stream that fits every engine; its settings in `weights` are kept for the next push.
+        """Return the stream that fits every engine; its settings are kept in `weights` for the next push.
 
         Args:
             read: the stream with the settings of the push before, where it was read in this one already.
@@ -71,16 +71,16 @@ class CompatibilityCheck:
         """
         # Of a pipeline only the last stage has the head, and can tie it.
         keep_tied = not all(
-            any(worker["tied"] for replica in engine for worker in replica.workers) for engine in engines_of(replicas)
+            any(worker.tied for replica in engine for worker in replica.workers) for engine in engines_of(replicas)
         )
         read = read if keep_tied == weights.keep_tied else None
         weights.keep_tied = keep_tied
         for last in (False, False, True):
             writer, answers = await self._ask(weights, replicas, read)
             read = None
-            if self._fitted.get(weights) == answers:  # as at the push before: judging takes a look at every name
+            if self._fitted.get(weights) == answers:  # as at the push before: evaluating reads every name
                 return writer
-            found = {engine: [self._said[digest] for digest in workers] for engine, workers in answers.workers}
+            found = {engine: [self._results[digest] for digest in workers] for engine, workers in answers.workers}
             problems, choice = evaluate(metas(writer.table), found, writer.ties)
             if problems and weights.left_out and not last:
                 # Perhaps an engine was started anew, with the parts that it had been without.
@@ -100,12 +100,9 @@ class CompatibilityCheck:
     async def _ask(
         self, weights: MergedWeights, replicas: Sequence[Replica], read: BucketWriter | None
     ) -> tuple[BucketWriter, Answers]:
-        """The stream as it stands, and what the engines say of it; the same on every rank."""
+        """Return the stream with its present settings, and the engines' answers; the same on every rank."""
         trainer = self._trainer
-        made: list[BucketWriter] = []
-        fresh: dict[str, Any] = {}
-        answers = await trainer.everywhere(self._ask_own(weights, replicas, read, made, fresh))
-        (writer,) = made
+        (writer, fresh), answers = await trainer.keep_and_gather(self._ask_own(weights, replicas, read))
         if len({lines for lines, _ in answers}) > 1:
             # The ranks that share a model agree; its replicas may not.
             trainer.world.same(writer.lines, partial(list, writer.lines))
@@ -115,11 +112,11 @@ class CompatibilityCheck:
                 heard[index] = [same for same, _ in workers]
                 self.at[index] = [at for _, at in workers]
                 for digest in heard[index]:
-                    if digest not in self._said:
-                        self._said[digest] = await trainer.spread(fresh.get(digest), rank)
+                    if digest not in self._results:
+                        self._results[digest] = await trainer.spread(fresh.get(digest), rank)
         self._found = heard
         used = {digest for workers in heard.values() for digest in workers}
-        self._said = {digest: found for digest, found in self._said.items() if digest in used}
+        self._results = {digest: found for digest, found in self._results.items() if digest in used}
         by_engine = (
             (f"engine {engine[0].index}", tuple(digest for replica in engine for digest in heard[replica.index]))
             for engine in engines_of(replicas)
@@ -127,37 +124,25 @@ class CompatibilityCheck:
         return writer, Answers(writer.digest, tuple(by_engine))
 
     async def _ask_own(
-        self,
-        weights: MergedWeights,
-        replicas: Sequence[Replica],
-        read: BucketWriter | None,
-        made: list[BucketWriter],
-        fresh: dict[str, Any],
-    ) -> tuple[int, dict[int, list[tuple[str, str]]]]:
+        self, weights: MergedWeights, replicas: Sequence[Replica], read: BucketWriter | None
+    ) -> tuple[tuple[BucketWriter, dict[str, DryRunAnswer]], tuple[int, dict[int, list[tuple[str, str]]]]]:
         """Ask the engines whose handles are here.
 
-        Args:
-            made: gets the stream.
-            fresh: gets what workers found that is not known yet, by digest.
-
         Returns:
-            the key of the stream, and for each engine the digests of what its workers found, and where it is.
+            for this rank: the stream, and results that are not known yet, by digest. For all ranks: the key of the
+            stream, and for each engine the digests of its workers' dry runs, and of where they have what it fills.
         """
         writer = await self._trainer.blocking(weights.bucket_writer) if read is None else read
-        made.append(writer)
-        digests: dict[int, list[tuple[str, str]]] = {}
-
-        async def ask(replica: Replica) -> None:
-            known = list(self._said)
-            # Usually the answers to `hello` have said it.
-            found = [worker["fits"].get(writer.digest, {"same": ""}) for worker in replica.workers]
-            if any(worker["same"] not in self._said for worker in found):
-                found = await replica.handle.rpc("examine", digest=writer.digest, known=known)
-            if any("unknown" in worker for worker in found):
-                table = to_json(writer.table)
-                found = await replica.handle.rpc("examine", digest=writer.digest, known=known, table=table)
-            digests[replica.index] = [(worker["same"], worker["at"]) for worker in found]
-            fresh.update({worker["same"]: worker for worker in found if "refused" in worker})
-
-        await self._trainer.all_own(replicas, ask)
-        return writer.lines_key, digests
+        # Usually the answers to `hello` have this.
+        answers: dict[int, list[Any]] = {
+            replica.index: [worker.fits.get(writer.digest, {"same": ""}) for worker in replica.workers]
+            for replica in replicas
+            if replica.control is not None
+        }
+        new = [r for r in replicas if any(found["same"] not in self._results for found in answers.get(r.index, ()))]
+        answers |= await self._trainer.ask_own(
+            new, "dry_run", lambda: {"table": to_json(writer.table)}, digest=writer.digest, known=list(self._results)
+        )
+        fresh = {w["same"]: DryRunAnswer.read(w) for found in answers.values() for w in found if "refused" in w}
+        digests = {index: [(w["same"], w["at"]) for w in found] for index, found in answers.items()}
+        return (writer, fresh), (writer.lines_key, digests)

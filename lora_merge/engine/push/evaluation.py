@@ -5,17 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from ...kernels.segments import FLOATS
 from ...stream.buckets import Meta, dtype_of
+from ..messages import ANOTHER_SIZE, DryRunAnswer
 
-Found: TypeAlias = Sequence[Mapping[str, Any]]
+Found: TypeAlias = Sequence[DryRunAnswer]
 """What the workers of one engine found in their dry runs."""
-ANOTHER_SIZE = "another size: "
-"""How a worker's reason begins where a tensor is refused for its size: `[256, 64] here and [256, 128] there`."""
 
 
 class Evaluation(NamedTuple):
@@ -51,7 +50,7 @@ def evaluate(
     Args:
         stream: what is sent, by name.
         found: for each engine what its workers found in it.
-        ties: as of `fit`.
+        ties: as of `evaluate_engine`.
     """
     elements = {name: prod(meta.shape) for name, meta in stream.items()}
     problems: list[str] = []
@@ -61,7 +60,7 @@ def evaluate(
         fitted = evaluate_engine(workers, ties)
         problems += [f"{engine}: {problem}" for problem in [*fitted.problems, *_left(workers, elements)]]
         absent.append(fitted.absent)
-        for name, dtype in ((name, dtype_of(dtype)) for worker in workers for name, dtype in worker["dtypes"].items()):
+        for name, dtype in ((name, dtype_of(dtype)) for worker in workers for name, dtype in worker.dtypes.items()):
             if dtype in FLOATS and name in stream and stream[name].dtype in FLOATS:
                 held.setdefault(name, {}).setdefault(dtype, engine)
     problems += _differing(held)
@@ -78,56 +77,52 @@ def _differing(held: Mapping[str, Mapping[torch.dtype, str]]) -> list[str]:
     if not apart:
         return []
     name, dtypes = apart[0]
-    told = ", ".join(f"{engine} in {dtype}" for dtype, engine in dtypes.items())
+    engines = ", ".join(f"{engine} in {dtype}" for dtype, engine in dtypes.items())
     others = f" (and {len(apart) - 1} more)" if len(apart) > 1 else ""
     return [
-        f"{told} hold {name}{others}: tensors are rounded once, to what an engine holds; start the engines with one "
+        f"{engines} hold {name}{others}: tensors are rounded once, to what an engine holds; start the engines with one "
         "dtype, or push to them apart, each by itself"
     ]
 
 
 def evaluate_engine(found: Found, ties: Mapping[str, str]) -> Evaluation:
-    """How a stream fits one engine.
+    """Evaluate how a stream fits one engine.
 
     A name that no worker takes is left out where one takes the name that it is tied to: some of vLLM's models have no
     head of their own, and do not know its name. Where no worker takes either of them, both are problems.
 
     Args:
-        found: of each worker `refused` (name -> why), `ignored` (names that fill nothing), `absent` (those among them
-            for parts of the model that the engine was started without) and `missing` (what nothing would fill).
         ties: name -> name of the tensor of the stream that is the same one.
     """
-    ignored = set.intersection(*(set(worker["ignored"]) for worker in found))
-    refused = {name for worker in found for name in worker["refused"]}
-    untaken = set.intersection(*({*worker["ignored"], *worker["refused"]} for worker in found))
+    ignored = set.intersection(*(set(worker.ignored) for worker in found))
+    refused = {name for worker in found for name in worker.refused}
+    untaken = set.intersection(*({*worker.ignored, *worker.refused} for worker in found))
     groups: dict[str, set[str]] = {}
     for name, first in ties.items():
         groups.setdefault(first, {first}).add(name)
     spare = {name for names in groups.values() if names - untaken - refused for name in names & untaken}
-    absent = spare | ignored.intersection(name for worker in found for name in worker["absent"])
-    reasons = {name: why for worker in found for name, why in worker["refused"].items() if name not in spare}
+    absent = spare | ignored.intersection(name for worker in found for name in worker.absent)
+    reasons = {name: why for worker in found for name, why in worker.refused.items() if name not in spare}
     other = {name: why for name, why in reasons.items() if why.startswith(ANOTHER_SIZE)}
     problems = [f"{name} is refused: {why}" for name, why in reasons.items() if name not in other]
     if other:
         problems.insert(0, _sizes(other))
     else:  # what nothing would fill otherwise is what is of another size
-        problems += [f"nothing would fill {what}" for worker in found for what in worker["missing"]]
+        problems += [f"nothing would fill {what}" for worker in found for what in worker.missing]
     problems += [f"{name} is surplus: the engine has no place for it" for name in sorted(ignored - absent)]
     return Evaluation(list(dict.fromkeys(problems)), absent)
 
 
 def _left(found: Found, sizes: Mapping[str, int]) -> list[str]:
-    """Tensors of which workers take parts that are not all of it: vLLM cuts a part out of a tensor that is too large,
-    without a word, also where one worker has everything.
+    """List tensors of which workers together do not take all: vLLM cuts a part out of a tensor that is too large, and
+    does not say so.
 
     Args:
-        found: of each worker `partial` (name -> elements that it takes, of tensors of which it leaves some) and
-            `dtypes` (of those that it takes).
         sizes: elements of each tensor.
     """
-    split = set[str]().union(*(worker["partial"] for worker in found))
+    split = set[str]().union(*(worker.partial for worker in found))
     taken = {
-        name: sum(worker["partial"].get(name, sizes[name] if name in worker["dtypes"] else 0) for worker in found)
+        name: sum(worker.partial.get(name, sizes[name] if name in worker.dtypes else 0) for worker in found)
         for name in split
     }
     left = sorted(name for name, count in taken.items() if count < sizes[name])
@@ -141,7 +136,6 @@ def _left(found: Found, sizes: Mapping[str, int]) -> list[str]:
 
 
 def _sizes(sizes: Mapping[str, str]) -> str:
-    """A tensor of another size, or a whole model, in a line."""
     name, why = next((name, why.removeprefix(ANOTHER_SIZE)) for name, why in sizes.items())
     if len(sizes) == 1:
         return f"{name} is refused: it is {why}"

@@ -1,5 +1,5 @@
-"""Signs of life to engines that cannot look this process up, while a push waits or works: they would take it for dead
-(`claim.SILENT_S`)."""
+"""Signs of life to engines that cannot look this process up, so that they do not take it for dead in a long push
+(`lease.SILENT_S`)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 from ..control.base import Control
 from ..control.calls import drive
-from ..worker.lease import SILENT_S
+from ..lease import SILENT_S
 
 BEAT_S = SILENT_S / 4
 """Seconds between two signs of life."""
 
 
 class Heartbeat:
-    """Calls that are made beside those of a push.
+    """Repeated calls to engines on other hosts, in a task or a thread of their own.
 
     Args:
         beat: one of them. Where it fails, the push's own calls say so.

@@ -1,8 +1,8 @@
-"""What follows a base, an adapter or an update: read as vLLM can serve it, and every engine asked whether it can."""
+"""Adapters, updates and pulls: made as the engines can take them, after every engine was asked whether it can."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from ...errors import PushRefused
 from ...stream.bucket_writer import BucketWriter
 from ...stream.buckets import dtype_of
 from ...stream.weights import MergedWeights
+from ..messages import WorkerInfo
 from ..payload.adapter import AdapterSource, writer_of
 from ..payload.pull import MOVED, PullBuilder, PullSource, Unmoved, readable, unreadable
 from ..payload.recipients import Recipients
@@ -23,7 +24,7 @@ _INSTEAD = '; push with mode="merged" instead'
 
 
 class AdapterNegotiator:
-    """Makes the adapter of a model something that engines can be sent; kept while it stays what it was.
+    """Makes the adapter of a model; kept while it stays what it was.
 
     Args:
         weights: the stream of the model.
@@ -34,23 +35,22 @@ class AdapterNegotiator:
         self._known: tuple[BucketWriter, torch.dtype, AdapterSource] | None = None
 
     async def __call__(self, replicas: Sequence[Replica]) -> AdapterSource:
-        """The adapter.
+        """Return the adapter.
 
         Raises:
-            PushRefused: some engine cannot serve it; says so, and that merged mode can.
+            PushRefused: some engine cannot serve it, as merged mode can.
         """
         for replica in replicas:
-            if replica.workers[0]["no_adapters"]:
+            if replica.workers[0].no_adapters:
                 raise PushRefused(
-                    f"engine {replica.index} cannot take an adapter: {replica.workers[0]['no_adapters']}{_INSTEAD}"
+                    f"engine {replica.index} cannot take an adapter: {replica.workers[0].no_adapters}{_INSTEAD}"
                 )
-            if any(worker["lora"] is None for worker in replica.workers):
+            if any(worker.lora is None for worker in replica.workers):
                 raise PushRefused(f"engine {replica.index} was started without enable_lora=True{_INSTEAD}")
-        loras = [worker["lora"] for replica in replicas for worker in replica.workers]
-        dtype, limit = dtype_of(loras[0]["dtype"]), min(lora["max_rank"] for lora in loras)
-        made: list[AdapterSource] = []
-        await self._trainer.everywhere(self._try(dtype, limit, made, replicas))
-        return made[0]
+        loras = [worker.lora for replica in replicas for worker in replica.workers if worker.lora]
+        dtype, limit = dtype_of(loras[0].dtype), min(lora.max_rank for lora in loras)
+        adapter, _ = await self._trainer.keep_and_gather(self._try(dtype, limit, replicas))
+        return adapter
 
     def _read(self, dtype: torch.dtype) -> AdapterSource:
         writer = writer_of(self._weights)
@@ -58,11 +58,8 @@ class AdapterNegotiator:
             self._known = writer, dtype, AdapterSource(self._weights, writer, dtype)
         return self._known[2]
 
-    async def _try(
-        self, dtype: torch.dtype, limit: int, made: list[AdapterSource], replicas: Sequence[Replica]
-    ) -> None:
+    async def _try(self, dtype: torch.dtype, limit: int, replicas: Sequence[Replica]) -> tuple[AdapterSource, None]:
         source = await self._trainer.blocking(lambda: self._read(dtype))
-        made.append(source)
         if not source.modules:
             raise PushRefused(
                 "the model has no active adapter to send: activate one (set_adapter), or push mode='merged'"
@@ -70,17 +67,16 @@ class AdapterNegotiator:
         if source.rank > limit:
             raise PushRefused(f"the adapter's rank {source.rank} is above the engine's max_lora_rank {limit}{_INSTEAD}")
 
-        async def ask(replica: Replica) -> None:
-            answers = await replica.handle.rpc("adapter_modules", modules=source.modules)
-            unserved = sorted({name for answer in answers for name in answer["unserved"]})
+        answers = await self._trainer.ask_own(replicas, "unserved_modules", modules=source.modules)
+        for replica in replicas:
+            unserved = sorted({name for answer in answers.get(replica.index, ()) for name in answer["unserved"]})
             if unserved:
                 raise PushRefused(f"{replica.handle.name} has no LoRA layer for {', '.join(unserved)}{_INSTEAD}")
-
-        await self._trainer.all_own(replicas, ask)
+        return source, None
 
 
 class UpdateNegotiator:
-    """Makes what training has changed in a model something that engines can merge.
+    """Makes the update of a model that engines merge.
 
     Args:
         weights: the stream of the model.
@@ -92,60 +88,46 @@ class UpdateNegotiator:
         self._last = ""
 
     def known(self) -> list[str]:
-        """The digest of the last one, if there was one."""
+        """Return the digest of the last one, if there was one."""
         return [self._last] if self._last else []
 
     def release(self) -> None:
-        """As `MergedWeights.release`."""
         self._updates.release()
 
     async def __call__(
         self, weights: MergedWeights, base: BucketWriter, replicas: Sequence[Replica], recipients: Recipients
     ) -> UpdatePayload:
-        """The update; what the workers of `replicas` are ready for is noted in them.
+        """Return the update; note in the workers of `replicas` whether they are ready for it.
 
         Args:
             weights, base, recipients: as of `UpdateBuilder`.
 
         Raises:
-            PushRefused: some engine cannot merge it, or nobody but the trainer; says why.
+            PushRefused: some engine cannot merge it, or only the trainer can; says why.
         """
-        made: list[UpdatePayload] = []
-        for answers in await self._trainer.everywhere(self._try(weights, base, made, replicas, recipients)):
+        update, everyone = await self._trainer.keep_and_gather(self._try(weights, base, replicas, recipients))
+        for answers in everyone:
             for replica in replicas:
                 for worker, ready in zip(replica.workers, answers.get(replica.index, ()), strict=False):
-                    worker["ready"] = [made[0].digest] if ready else []
-        self._last = made[0].digest
-        return made[0]
+                    worker.ready = [update.digest] if ready else []
+        self._last = update.digest
+        return update
 
     async def _try(
-        self,
-        weights: MergedWeights,
-        base: BucketWriter,
-        made: list[UpdatePayload],
-        replicas: Sequence[Replica],
-        recipients: Recipients,
-    ) -> dict[int, list[bool]]:
+        self, weights: MergedWeights, base: BucketWriter, replicas: Sequence[Replica], recipients: Recipients
+    ) -> tuple[UpdatePayload, dict[int, list[bool]]]:
         update = await self._trainer.blocking(lambda: self._updates(weights, base, recipients))
-        made.append(update)
-        ready: dict[int, list[bool]] = {}
-
-        async def ask(replica: Replica) -> None:
-            if all(update.digest in worker["ready"] for worker in replica.workers):
-                return
-            call = partial(replica.handle.rpc, "examine_update", digest=update.digest, base=base.digest)
-            answers = await call()
-            if any("unknown" in answer for answer in answers):
-                answers = await call(spec=update.spec)
-            if found := [problem for answer in answers for problem in answer["problems"]]:
+        new = [r for r in replicas if any(update.digest not in worker.ready for worker in r.workers)]
+        answers = await self._trainer.ask_own(
+            new, "check_update", lambda: {"spec": update.spec}, digest=update.digest, base=base.digest
+        )
+        for index, workers in answers.items():
+            if problems := [problem for answer in workers for problem in answer["problems"]]:
                 raise PushRefused(
-                    f"engine {replica.index} cannot merge by itself: {found[0]}"
-                    f"{f' (and {len(found) - 1} more)' if len(found) > 1 else ''}; {self._updates.instead}"
+                    f"engine {index} cannot merge by itself: {problems[0]}"
+                    f"{f' (and {len(problems) - 1} more)' if len(problems) > 1 else ''}; {self._updates.instead}"
                 )
-            ready[replica.index] = [answer["ready"] for answer in answers]
-
-        await self._trainer.all_own(replicas, ask)
-        return ready
+        return update, {index: [answer["ready"] for answer in workers] for index, workers in answers.items()}
 
 
 class PullNegotiator:
@@ -159,30 +141,29 @@ class PullNegotiator:
     def __init__(self, trainer: Trainer, weights: MergedWeights, stayed: Unmoved) -> None:
         self._trainer, self._pulls, self._stayed = trainer, PullBuilder(weights), stayed
         self._last: PullSource | None = None
-        self._looked: tuple[BucketWriter, bool] | None = None
+        self._checked: tuple[BucketWriter, bool] | None = None
         self._refused: tuple[Any, ...] = (None, (), "")
 
     def known(self) -> list[str]:
-        """Under which workers know the last one, if there was one."""
+        """Return the digest under which workers know the last one, if there was one."""
         return [self._last.offered] if self._last is not None else []
 
     def release(self) -> None:
-        """As `MergedWeights.release`."""
-        self._looked = None
+        self._checked = None
         self._pulls.release()
 
-    def look(self, stream: BucketWriter) -> None:
-        """Look already, in this push, whether the last one serves again. Collective, as making streams is."""
-        self._looked = stream, self._pulls.stands(stream, self._last)
+    def check_ahead(self, stream: BucketWriter) -> None:
+        """Note ahead of the call whether the last one serves again in this push. Collective, as making streams is."""
+        self._checked = stream, self._pulls.serves(stream, self._last)
 
     async def __call__(self, stream: BucketWriter, replicas: Sequence[Replica]) -> tuple[PullSource | None, str]:
-        """The stream; None where some worker cannot read it, and why, in words. Collective.
+        """Return the stream as workers pull it; or None, and why some worker cannot. Collective.
 
         Args:
             stream: as it fits the engines, which know its table.
         """
         workers = [worker for replica in replicas for worker in replica.workers]
-        who = [(worker["host"], worker["pid"], worker["device"]) for worker in workers]
+        who = [(worker.host, worker.pid, worker.device) for worker in workers]
         if self._refused[:2] == (stream, who):  # a model whose memory is elsewhere is another stream
             return None, self._refused[2]
         pull, why = await self._offered(stream, replicas, workers)
@@ -194,33 +175,34 @@ class PullNegotiator:
         return pull, why
 
     async def _let_go(self, replicas: Sequence[Replica]) -> None:
-        """Workers unmap what was offered; the same on every rank. Where one fails, the next push asks again."""
+        """Have workers unmap what was offered. Where one fails, the next push asks again."""
         if self._trainer.offered:
-            calls = self._trainer.all_own(replicas, lambda r: r.handle.rpc("let_go", trainer=self._trainer.name))
-            await self._trainer.everywhere(calls)
+            await self._trainer.ask(replicas, "unmap_source", trainer=self._trainer.name)
             self._trainer.offered = False
 
     async def _offered(
-        self, stream: BucketWriter, replicas: Sequence[Replica], workers: Sequence[Mapping[str, Any]]
+        self, stream: BucketWriter, replicas: Sequence[Replica], workers: Sequence[WorkerInfo]
     ) -> tuple[PullSource | None, str]:
         trainer, last = self._trainer, self._last
-        looked, self._looked = self._looked, None
-        if looked is not None and looked[0] is stream:
-            stands = looked[1]
+        checked, self._checked = self._checked, None
+        if checked is not None and checked[0] is stream:
+            serves = checked[1]
         else:
-            stands = await trainer.blocking(partial(self._pulls.stands, stream, last))
-        ready = stands and last is not None and all(last.offered in worker["ready"] for worker in workers)
+            serves = await trainer.blocking(partial(self._pulls.serves, stream, last))
+        ready = serves and last is not None and all(last.offered in worker.ready for worker in workers)
         if not await trainer.blocking(lambda: trainer.world.any(not ready)):
             return last, ""
-        told = await trainer.gather((unreadable(stream), trainer.introduced(stream), self._stayed(stream)))
-        ranks = [rank for _, rank, _ in told]
-        why = next((why for why, *_ in told if why), "") or readable(workers, ranks)
-        if not why and not all(stayed for *_, stayed in told):
+        answers = await trainer.gather((unreadable(stream), trainer.introduced(stream), self._stayed(stream)))
+        ranks = [rank for _, rank, _ in answers]
+        why = next((why for why, *_ in answers if why), "") or readable(
+            [worker.introduction for worker in workers], ranks
+        )
+        if not why and not all(stayed for *_, stayed in answers):
             why = MOVED
         if why:
             return None, why
         blocked = frozenset(await self._blocked(stream, replicas))
-        (pull, *_), exported = await self._made(stream, blocked)
+        pull, exported = await trainer.keep_and_gather(self._make(stream, blocked))
         sources = [found | rank for found, rank in zip(exported, ranks, strict=True)]
         why = next((found["why"] for found in sources if found["why"]), "")
         if len({found.pop("digest") for found in sources}) > 1:
@@ -231,49 +213,22 @@ class PullNegotiator:
         await trainer.close_channels()  # those of a push before have room for all that is read from now on
         return pull, ""
 
-    async def _made(
-        self, stream: BucketWriter, blocked: frozenset[str]
-    ) -> tuple[list[PullSource], list[dict[str, Any]]]:
-        """This rank's, and what all ranks export."""
-        made: list[PullSource] = []
-
-        async def make() -> dict[str, Any]:
-            made.append(await self._trainer.blocking(lambda: self._pulls(stream, blocked)))
-            return {**made[0].exported(), "digest": made[0].digest}
-
-        return made, await self._trainer.everywhere(make())
+    async def _make(self, stream: BucketWriter, blocked: frozenset[str]) -> tuple[PullSource, dict[str, Any]]:
+        pull = await self._trainer.blocking(lambda: self._pulls(stream, blocked))
+        return pull, {**pull.exported(), "digest": pull.digest}
 
     async def _blocked(self, stream: BucketWriter, replicas: Sequence[Replica]) -> set[str]:
-        """Names of the tensors that some worker does not take as a box of a parameter, in their dtype."""
-        mine: set[str] = set()
-
-        async def ask(replica: Replica) -> None:
-            for answer in await replica.handle.rpc("blocked", digest=stream.digest):
-                mine.update(answer["blocked"])
-
-        async def asked() -> set[str]:
-            await self._trainer.all_own(replicas, ask)
-            return mine
-
-        return set().union(*await self._trainer.everywhere(asked()))
+        """Return the names of the tensors that some worker does not take as a box of a parameter, in their dtype."""
+        answers = await self._trainer.ask(replicas, "blocked_tensors", digest=stream.digest)
+        return {name for workers in answers.values() for answer in workers for name in answer["blocked"]}
 
     async def _map(self, pull: PullSource, sources: Sequence[dict[str, Any]], replicas: Sequence[Replica]) -> str:
-        """Why some worker cannot map what the ranks export, in words; "" where all have."""
+        """Have workers map what the ranks export; return why one cannot, "" where all have."""
         message = pull.offer(self._trainer.name, sources)
         self._trainer.offered = True
-        found: list[str] = []
-
-        async def ask(replica: Replica) -> None:
-            call = partial(replica.handle.rpc, "offer", trainer=self._trainer.name, **message)
-            answers = await call()
-            if any("unknown" in answer for answer in answers):
-                answers = await call(spec=pull.spec)
-            found.extend(f"engine {replica.index}: {answer['why']}" for answer in answers if answer["why"])
-
-        async def asked() -> list[str]:
-            await self._trainer.all_own(replicas, ask)
-            return found
-
-        failures = [why for some in await self._trainer.everywhere(asked()) for why in some]
+        answers = await self._trainer.ask(
+            replicas, "map_source", lambda: {"spec": pull.spec}, trainer=self._trainer.name, **message
+        )
         pull.offered = message["digest"]
-        return failures[0] if failures else ""
+        whys = (f"engine {i}: {a['why']}" for i, workers in answers.items() for a in workers if a["why"])
+        return next(whys, "")

@@ -3,20 +3,19 @@ training has changed, which the engine merges by itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from ...errors import LoraMergeError, PushRefused, UnsupportedAdapter
 from ...models.live import live
 from ...models.part import Learning
 from ...stream.bucket_writer import BucketWriter
-from ...stream.buckets import Table
 from ...stream.weights import MergedWeights
 from ..payload.adapter import AdapterSource
+from ..payload.base import Payload, WeightsPayload
 from ..payload.checksums import Fingerprint
-from ..payload.pull import PullSource, Unmoved
+from ..payload.pull import Unmoved
 from ..payload.update import UpdatePayload
 from ..state import State
 from ..transport.routing import Route
@@ -26,45 +25,62 @@ from .negotiators import AdapterNegotiator, PullNegotiator, UpdateNegotiator
 from .replica import Replica, SyncReport, engines_of
 
 MERGES = ("auto", "trainer", "engine")
-
-
-@dataclass(frozen=True, slots=True)
-class LocalOp:
-    """An operation that workers run without receiving anything, such as going back to their own checkpoint.
-
-    Args:
-        op, message: the operation and its arguments.
-        writes: whether it changes weights.
-    """
-
-    op: str
-    message: Mapping[str, Any]
-    writes: bool
-    table: Table = ()
+_NOWHERE = Route(frozenset(), ())
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One transfer of a push: a source, and the replicas that get it.
+    """One transfer of a push: a payload, and the replicas that get it.
 
     Args:
         state: what the replicas hold after it.
         route: how its buckets reach engines in other processes.
-        changed: of a base: names of the tensors that updates will change, which the engines merge onto it; None where
-            none will come.
-        merges: whether workers merge at the end what they received.
+        changed: as of `Terms`.
     """
 
     state: State
-    source: BucketWriter | PullSource | AdapterSource | UpdatePayload | LocalOp
+    payload: Payload
     replicas: Sequence[Replica]
-    route: Route
+    route: Route = _NOWHERE
     changed: frozenset[str] | None = None
-    merges: bool = False
 
 
-class PushPlanner:
-    """Plans the passes of a push; everything that can be checked is checked then.
+class Planner:
+    """Plans what a push sends to which engines."""
+
+    def read(self, mode: str) -> BucketWriter | None:
+        """Read what a push most likely begins with, while engines say who they are. Collective."""
+        return None
+
+    def known(self, mode: str) -> tuple[list[str], list[str]]:
+        """Return digests of the tables of what it most likely begins with, and of updates, that engines are asked for
+        when they introduce themselves."""
+        return [], []
+
+    async def __call__(
+        self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: BucketWriter | None
+    ) -> list[Transfer]:
+        """Return what has to be sent to whom; everything that can be checked is checked then.
+
+        Args:
+            report: has the mode and the version; gets what is left out, and who merges.
+            verify: everything goes in buckets, too.
+            read: what `read` returned.
+
+        Raises:
+            PushRefused: something does not fit; every engine is as before.
+        """
+        raise NotImplementedError
+
+    def broke(self, error: BaseException) -> None:
+        """Note that a push has failed in some engine."""
+
+    def release(self) -> None:
+        """Release all streams, as `MergedWeights.release`."""
+
+
+class PushPlanner(Planner):
+    """Plans the transfers of the pushes of a model.
 
     Args:
         trainer: the ranks that push.
@@ -86,28 +102,24 @@ class PushPlanner:
         self._why = ""
 
     def read(self, mode: str) -> BucketWriter:
-        """The stream that a push most likely begins with, and whether workers may pull it as they did. Collective."""
         stream = self._stream(mode)
         writer = stream.bucket_writer()
-        self._pulls[stream].look(writer)
+        self._pulls[stream].check_ahead(writer)
         return writer
 
     def _stream(self, mode: str) -> MergedWeights:
         return self._weights if mode == "merged" and self._who == "trainer" else self._base
 
     def known(self, mode: str) -> tuple[list[str], list[str]]:
-        """Digests of the tables of that stream, and of updates, that engines are asked for when they introduce
-        themselves."""
         stream = self._stream(mode)
         return self._check.known(stream), [*self._update.known(), *self._pulls[stream].known()]
 
     def broke(self, error: BaseException) -> None:
-        """Note that a push which engines merge has failed: with "auto" the trainer merges from now on."""
         if self._merge == "auto" and self._who == "engine":
+            # From now on the trainer merges.
             self._who, self._why = "trainer", f"a push that engines merged by themselves failed: {error}"
 
     def release(self) -> None:
-        """As `MergedWeights.release`, of all streams."""
         streams: list[MergedWeights | UpdateNegotiator | PullNegotiator] = [self._weights, self._base, self._update]
         for stream in (*streams, *self._pulls.values()):
             stream.release()
@@ -115,16 +127,6 @@ class PushPlanner:
     async def __call__(
         self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: BucketWriter | None
     ) -> list[Transfer]:
-        """What has to be sent to whom.
-
-        Args:
-            report: says the mode and the version; is told what was left out, and who merges.
-            verify: everything goes in buckets, too.
-            read: what `read` gave.
-
-        Raises:
-            PushRefused: something does not fit; every engine is as before.
-        """
         begun = self._stream(report.mode)
         of_base = read if begun is self._base else None
         if report.mode == "adapter":
@@ -147,11 +149,11 @@ class PushPlanner:
         return [await self._full(state, self._weights, writer, replicas, report, verify)]
 
     def _in_engine(self, replicas: Sequence[Replica]) -> bool:
-        """Whether the engines are to merge; the same on every rank."""
+        """Return True if the engines are to merge; the same on every rank."""
         if self._merge != "auto":
             return self._merge == "engine"
         workers = (worker for replica in replicas for worker in replica.workers)
-        return not self._why and any(worker["host"] not in self._trainer.hosts for worker in workers)
+        return not self._why and any(worker.host not in self._trainer.hosts for worker in workers)
 
     async def _after_base(
         self,
@@ -188,21 +190,19 @@ class PushPlanner:
             State(kind, report.version, fingerprint, trainer=self._trainer.name)
             for kind in ("base", "merged" if adapter is None else "adapter")
         )
-        transfers = [Transfer(after, source, replicas, Route.of_buckets(source), merges=adapter is None)]
-        return (
-            [await self._full(bare, self._base, base, without, report, verify, changed), *transfers]
-            if without
-            else transfers
-        )
+        transfers = [Transfer(after, source, replicas, Route.of_buckets(source))]
+        if without:
+            transfers.insert(0, await self._full(bare, self._base, base, without, report, verify, changed))
+        return transfers
 
     def _of_frozen(self, base: BucketWriter, verify: bool) -> str:
-        """The fingerprint of a base that training leaves alone. Collective over the ranks of the model.
+        """Return the fingerprint of a base that is not trained. Collective over the ranks of the model.
 
         Args:
             verify: compute it again.
 
         Raises:
-            UnsupportedAdapter: it trains some of it, which an adapter does not bring.
+            UnsupportedAdapter: some of it is trained, which an adapter does not bring.
         """
         known, learning, _ = self._trained
         if base.ranks.any(known is not base or learning.moved):
@@ -219,7 +219,7 @@ class PushPlanner:
         return self._fingerprint(base, again=verify)
 
     async def _same(self, fingerprint: Callable[[], str]) -> str:
-        """The fingerprint of the base, which is the same on every rank."""
+        """Return the fingerprint of the base, and raise `PushRefused` unless it is the same on every rank."""
         found = await self._trainer.everywhere(self._trainer.blocking(fingerprint))
         if len(set(found)) > 1:
             raise PushRefused(
@@ -238,8 +238,8 @@ class PushPlanner:
         verify: bool,
         changed: frozenset[str] | None = None,
     ) -> Transfer:
-        """A pass of all weights: straight into the engines, where these can be mapped; else read by them, where the
-        trainer's can."""
+        """Plan a transfer of all weights: written directly where the engines' memory can be mapped, else read by
+        workers where the trainer's can, else in buckets."""
         found = await self._trainer.map(writer, replicas, self._check.at)
         report.buckets = found.why
         if found.why:
@@ -248,7 +248,8 @@ class PushPlanner:
                 report.buckets = ""
                 return Transfer(state, pull, replicas, Route.of_buckets(pull), changed)
             report.buckets = f"{found.why}; and {why}"
-        return Transfer(state, writer, replicas, self._trainer.route(writer, writer.digest, verify), changed)
+        route = self._trainer.route(writer, verify)
+        return Transfer(state, WeightsPayload(writer), replicas, route, changed)
 
 
 def _lacks_base(replica: Replica, fingerprint: str) -> bool:
@@ -256,5 +257,5 @@ def _lacks_base(replica: Replica, fingerprint: str) -> bool:
 
 
 def _lacks_update(replica: Replica, fingerprint: str, digest: str) -> bool:
-    """Whether some worker cannot merge an update onto what it holds now."""
-    return any(worker["base"] != fingerprint or digest not in worker["ready"] for worker in replica.workers)
+    """Return True if some worker cannot merge an update onto what it holds now."""
+    return any(worker.base != fingerprint or digest not in worker.ready for worker in replica.workers)

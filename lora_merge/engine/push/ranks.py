@@ -1,4 +1,4 @@
-"""The trainer's ranks in a push: what they tell each other, and which engines each of them calls."""
+"""The trainer's ranks in a push: what they exchange, and which engines each of them calls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -18,13 +18,14 @@ from ..control.calls import on_this_device, side_by_side, to_its_end
 from ..transport.liveness import error_text, host_id
 from .replica import Replica, fail_together
 
+_K = TypeVar("_K")
 _T = TypeVar("_T")
 LOOK_S = 0.05
-"""Seconds between two looks at which control calls of other ranks have ended."""
+"""Seconds between two reads of which control calls of other ranks have ended."""
 
 
 class Ended:
-    """Replicas whose control call has ended: nobody waits for their workers any more. Ranks that hold no handle learn
+    """Replicas whose control call has ended: nobody waits for their workers any more. Ranks without their handles learn
     it from the store of the process group."""
 
     def __init__(self, world: Ranks, name: str, replicas: Sequence[Replica]) -> None:
@@ -38,19 +39,19 @@ class Ended:
             )
 
     def add(self, index: int) -> None:
-        """The control call of a replica whose handle is here has ended."""
+        """Note that the control call of a replica whose handle is here has ended."""
         self._known.add(index)
         if self._store is not None:
             self._store.set(str(index), "")
 
     def forget(self) -> None:
-        """When every rank is through with it: leave nothing in the store."""
+        """Delete what is in the store, when no rank reads it any more."""
         if self._store is not None:
             for index in self._known.difference(self._theirs):
                 self._store.delete_key(str(index))
 
     def __call__(self) -> set[int]:
-        """Indices of the replicas."""
+        """Return the indices of the replicas."""
         if self._theirs and self._store is not None and time.monotonic() > self._due:
             self._due = time.monotonic() + LOOK_S
             self._known |= {index for index in self._theirs if self._store.check([str(index)])}
@@ -79,7 +80,7 @@ class TrainerRanks:
 
     @property
     def name(self) -> str:
-        """What engines know these ranks by. A process that was forked from one is another trainer."""
+        """The name under which engines know these ranks. A process that was forked from one is another trainer."""
         here = os.getpid()
         return self._name if here == self._process else f"{self._name}/{here}"
 
@@ -90,7 +91,7 @@ class TrainerRanks:
         return await to_its_end(asyncio.ensure_future(asyncio.to_thread(on_this_device(work))))
 
     async def gather(self, value: _T) -> list[_T]:
-        """Everybody's value, by rank."""
+        """Return the values of all ranks, in order."""
         return [value] if self.world.alone else await self.blocking(lambda: self.world.gather(value))
 
     async def everywhere(self, call: Coroutine[Any, Any, _T]) -> list[_T]:
@@ -98,7 +99,7 @@ class TrainerRanks:
 
         Raises:
             its own error where there is one, else `PushRefused` with that of another rank. An error that is none of
-            this package's is told in a `PushRefused`.
+            this package's becomes a `PushRefused`.
         """
         error: Exception | None = None
         value: Any = None
@@ -116,19 +117,28 @@ class TrainerRanks:
                 raise PushRefused(f"trainer rank {rank}: {other}")
         return [value for _, value in answers]
 
+    async def keep_and_gather(self, call: Coroutine[Any, Any, tuple[_K, _T]]) -> tuple[_K, list[_T]]:
+        """Run a call as `everywhere` does. Of the two things that it returns, the first stays on its rank."""
+        kept: list[_K] = []
+
+        async def keep() -> _T:
+            own, shared = await call
+            kept.append(own)
+            return shared
+
+        values = await self.everywhere(keep())
+        return kept[0], values
+
     async def each(
         self, replicas: Sequence[Replica], step: Callable[[Replica], Coroutine[Any, Any, Any]], *, failed: bool = False
     ) -> None:
-        """Run a step of every replica whose handle is here, side by side; a failure is noted in its replica, and the
-        others go on.
+        """Run a step of every replica whose handle is here, side by side, and note failures in the replicas.
 
         Args:
-            failed: of those that have failed, too.
+            failed: also of replicas that have failed.
         """
-        own = [r for r in replicas if r.control is not None and (failed or not r.error)]
-        for replica, error in zip(own, await side_by_side([r.handle for r in own], step, own), strict=True):
-            if error is not None:
-                replica.error = replica.error or error_text(error)
+        for replica, error in await self._run([r for r in replicas if failed or not r.error], step):
+            replica.error = replica.error or error_text(error)
 
     async def all_own(self, replicas: Sequence[Replica], step: Callable[[Replica], Coroutine[Any, Any, Any]]) -> None:
         """Run a step of every replica whose handle is here, side by side.
@@ -136,36 +146,79 @@ class TrainerRanks:
         Raises:
             the first one's error, when all have ended.
         """
-        own = [r for r in replicas if r.control is not None]
-        for replica, error in zip(own, await side_by_side([r.handle for r in own], step, own), strict=True):
+        for replica, error in await self._run(replicas, step):
             if isinstance(error, LoraMergeError):
                 raise error
-            if error is not None:
-                raise PushRefused(f"engine {replica.index}: {error_text(error)}") from error
+            raise PushRefused(f"engine {replica.index}: {error_text(error)}") from error
+
+    async def _run(
+        self, replicas: Sequence[Replica], step: Callable[[Replica], Coroutine[Any, Any, Any]]
+    ) -> list[tuple[Replica, BaseException]]:
+        """Run a step of every replica whose handle is here; return the errors."""
+        own = [r for r in replicas if r.control is not None]
+        errors = await side_by_side([r.handle for r in own], step, own)
+        return [(replica, error) for replica, error in zip(own, errors, strict=True) if error is not None]
+
+    async def ask_own(
+        self, replicas: Sequence[Replica], op: str, in_full: Callable[[], Mapping[str, Any]] = dict, **message: Any
+    ) -> dict[int, list[dict[str, Any]]]:
+        """Ask the workers of every replica whose handle is here, side by side.
+
+        Args:
+            in_full: makes further arguments, with which engines are asked again of which a worker answers "unknown":
+                what a digest in the message stands for.
+
+        Returns:
+            the answers of the workers, by index of the replica.
+
+        Raises:
+            as `all_own`.
+        """
+        answers: dict[int, list[dict[str, Any]]] = {}
+
+        async def ask(replica: Replica) -> None:
+            found = await replica.handle.rpc(op, **message)
+            if any("unknown" in answer for answer in found):
+                found = await replica.handle.rpc(op, **message, **in_full())
+            answers[replica.index] = found
+
+        await self.all_own(replicas, ask)
+        return answers
+
+    async def ask(
+        self, replicas: Sequence[Replica], op: str, in_full: Callable[[], Mapping[str, Any]] = dict, **message: Any
+    ) -> dict[int, list[dict[str, Any]]]:
+        """Ask the workers of all replicas, and return the answers on every rank, as of `ask_own`; an error is one on
+        every rank."""
+        answers = await self.everywhere(self.ask_own(replicas, op, in_full, **message))
+        return {index: found for some in answers for index, found in some.items()}
 
     async def spread(self, value: _T | None, rank: int) -> _T:
-        """A rank's value, on every rank."""
+        """Return a rank's value on every rank."""
         return await self.blocking(lambda: self.world.spread(value, rank))
 
     async def share(self, replicas: Sequence[Replica], error: str = "") -> bool:
-        """Let every rank know which replicas have failed, and what is known of them; an error of a rank itself fails
-        them all, and is told."""
+        """Exchange which replicas have failed, and what is known of them. Return True if a rank itself has failed:
+        then all replicas have.
+
+        Args:
+            error: of this rank itself, in words; "" for none.
+        """
         known = {r.index: (r.error, r.begun, r.lost, r.resumed, r.coverage) for r in replicas if r.error or r.begun}
         answers = await self.gather((known, error))
         for others, failed in answers:
             for replica in replicas:
-                theirs, begun, lost, gone_on, coverage = others.get(replica.index, ("", False, False, False, None))
+                theirs, begun, lost, resumed, coverage = others.get(replica.index, ("", False, False, False, None))
                 replica.error = failed or replica.error or theirs  # the cause comes first
-                replica.begun, replica.resumed = replica.begun or begun, replica.resumed or gone_on
+                replica.begun, replica.resumed = replica.begun or begun, replica.resumed or resumed
                 replica.lost = replica.lost or lost
                 replica.coverage = coverage if replica.coverage is None else replica.coverage
         fail_together(replicas)
         return any(failed for _, failed in answers)
 
     def ended(self, replicas: Sequence[Replica]) -> Ended:
-        """Begin to note whose control calls have ended, for the channels or the transfer that begin now: on every rank,
-        as often."""
-        # Ranks meet at the end of every transfer, so that nobody asks for the one before any more.
+        """Begin to note whose control calls have ended, for channels or a transfer that begin now; on every rank."""
+        # Ranks meet at the end of every transfer, so nobody reads the one before any more.
         self._ended_before.forget()
         self._begun += 1
         self._ended_before = Ended(self.world, f"{self.name}/{self._begun}", replicas)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,7 +10,9 @@ from typing import Any
 
 from ...errors import InvalidInput, PushFailed, PushRefused
 from ..control.base import Call, Control
+from ..messages import SharedExperts, WorkerInfo
 from ..state import State, change
+from ..transport.routing import WorkerId
 
 ONE_ENGINE = (
     "several data-parallel engines behind one handle, of which only the first one's answers come back: give a "
@@ -31,7 +32,7 @@ class SyncReport:
         seconds: by phase: check, pause (until requests have ended, where they are waited for or ended; those that are
             kept stop with the transfer), transfer (merge, send and load; caches are reset beside it), finish, resume
             (0 where it went with the last message).
-        base_sent: whether the base had to go first, where an adapter goes beside it or is merged by the engine.
+        base_sent: whether the base had to go first, where the engine serves or merges the adapter.
         merge: who added the adapters to the base: "trainer" or "engine"; "" in adapter mode.
         merge_why: why the trainer merged where engines could have; "" otherwise.
         transports: how bytes reached the workers (docs/vllm.md, Transports).
@@ -40,7 +41,7 @@ class SyncReport:
         left_out: names that were not sent because every engine was started without that part of the model
             (`limit_mm_per_prompt` of 0: no vision tower).
         coverage: share of the elements of the engines' parameters and persistent buffers that the last full push wrote,
-            in the worker with the least; 1.0 is all. None where something else than a push brought the weights.
+            in the worker with the least; 1.0 is all. None where the weights came from something else than a push.
         reloaded: number of layers that went through the engine's own loading because it changes their layout
             (quantised, prepacked), in the worker with the most.
         calibrated: which layers of an engine have scales of its KV cache that were calibrated for its checkpoint, and
@@ -102,28 +103,28 @@ class SyncReport:
 
 @dataclass(slots=True)
 class Replica:
-    """One engine, or the part of it that one handle reaches, and what its workers said about themselves.
+    """One engine, or the part of it that one handle reaches.
 
     Args:
         index: of all handles of the trainer.
         control: None where another trainer rank holds its handle.
-        workers: in rank order.
+        workers: what its workers say of themselves, in rank order.
         paused_by_us: whether a push has paused it, and not its user.
         to_adapter: whether a push that changes the mode ends in adapter mode; None where it does not change.
         begun: whether this push has begun to write to it.
-        lost: whether it is not in the middle of this push any more: what becomes of it is for another trainer to say.
+        lost: whether another trainer has taken its lease: this push does nothing more to it.
         moved: whether it has generated in the middle of this push.
         error: what failed in it.
         queued_calls: calls that are made with the next message to it.
-        resumed: whether it holds what the push brought, and generates with it: it is through.
-        resume_error: what failed when it was to go on, as all had come.
+        resumed: whether it holds what was pushed and generates with it: nothing remains to be done.
+        resume_error: why it could not resume, though it holds what was pushed.
         coverage: the share of its elements that the last full push wrote, in the worker with the least.
         reloaded: as of `SyncReport`.
     """
 
     index: int
     control: Control | None
-    workers: list[dict[str, Any]]
+    workers: list[WorkerInfo]
     paused_by_us: bool = False
     to_adapter: bool | None = None
     begun: bool = False
@@ -144,8 +145,8 @@ class Replica:
 
     @property
     def state(self) -> State:
-        """What the engine holds: the state that all its workers report, or dirty if they differ."""
-        states = [State(**worker["state"]) for worker in self.workers]
+        """The state that all its workers report, or dirty if they differ."""
+        states = [worker.state for worker in self.workers]
         broken = next((s for s in states if s.kind == "dirty"), None)
         if broken is None and any(s != states[0] for s in states):
             return change(states[0], "break", reason=f"its workers disagree: {', '.join(map(str, states))}")
@@ -154,56 +155,55 @@ class Replica:
     @property
     def served(self) -> str:
         """The kind of state with which requests in flight began, even if the engine is dirty now."""
-        return self.state.kind if self.state.kind != "dirty" else str(self.workers[0]["served"])
+        return self.state.kind if self.state.kind != "dirty" else self.workers[0].served
 
     @property
-    def shares(self) -> dict[str, Any] | None:
-        """Of a data-parallel engine that computes its experts together with others: the `name` that they have in
-        common, and how many `engines` they are; None of one that computes alone."""
-        return next((worker["shares"] for worker in self.workers if worker.get("shares")), None)
+    def shares(self) -> SharedExperts | None:
+        """The data-parallel engines that it computes its experts together with; None where it computes alone."""
+        return next((worker.shares for worker in self.workers if worker.shares), None)
 
     @property
     def calibrated(self) -> str:
         """The layers whose KV cache has scales of the engine's checkpoint, in words."""
-        return next((str(worker["calibrated"]) for worker in self.workers if worker.get("calibrated")), "")
-
-    @property
-    def computing(self) -> dict[str, Any]:
-        """How its configuration says that it computes, as of `computing` in configs.py; empty where nothing is said."""
-        return dict(self.workers[0].get("computing") or {})
+        return next((worker.calibrated for worker in self.workers if worker.calibrated), "")
 
     @property
     def still_paused(self) -> bool:
-        """Whether the engine is still paused by a push that failed or whose trainer died."""
-        return any(worker["paused"] for worker in self.workers)
+        """Whether a push that failed, or whose trainer died, has left it paused."""
+        return any(worker.paused for worker in self.workers)
 
     @property
     def asleep(self) -> int:
         """The sleep level of its weights; 0 if they are awake."""
-        return max(int(worker["asleep"]) for worker in self.workers)
+        return max(worker.asleep for worker in self.workers)
 
     @property
     def waking(self) -> bool:
         """Whether a failed push woke its weights but not its KV cache."""
-        return any(worker["waking"] for worker in self.workers)
+        return any(worker.waking for worker in self.workers)
 
     def check(self) -> None:
         """Raise `PushRefused` if the engine cannot be pushed to."""
         for worker in self.workers:
-            if worker["busy"]:
+            if worker.busy:
                 raise PushRefused(
-                    f"engine {self.index} is in the middle of another trainer's push ({worker['busy']}); two at the "
+                    f"engine {self.index} is in the middle of another trainer's push ({worker.busy}); two at the "
                     "same time cannot both win: push again when that one has ended"
                 )
-            if worker["unfit"]:
-                raise PushRefused(f"engine {self.index} {worker['unfit']}")
-            if worker["multimodal"] and worker.get("no_media"):
-                raise PushRefused(f"engine {self.index} caches what its encoder made, but {worker['no_media']}")
-            if worker["world"] != len(self.workers) and not worker["launcher"]:
+            if worker.unfit:
+                raise PushRefused(f"engine {self.index} {worker.unfit}")
+            if worker.multimodal and worker.no_media:
+                raise PushRefused(f"engine {self.index} caches what its encoder made, but {worker.no_media}")
+            if worker.world != len(self.workers) and not worker.launcher:
                 raise PushRefused(
-                    f"engine {self.index} has {worker['world']} workers, of which {len(self.workers)} answer; give a "
+                    f"engine {self.index} has {worker.world} workers, of which {len(self.workers)} answer; give a "
                     "handle that reaches all of them"
                 )
+
+
+def workers_of(replicas: Sequence[Replica]) -> dict[WorkerId, WorkerInfo]:
+    """Return all workers, by replica and position in it."""
+    return {(replica.index, w): worker for replica in replicas for w, worker in enumerate(replica.workers)}
 
 
 def engines_of(replicas: Sequence[Replica]) -> list[list[Replica]]:
@@ -211,10 +211,10 @@ def engines_of(replicas: Sequence[Replica]) -> list[list[Replica]]:
     and under vLLM's "external_launcher", where each worker of an engine is a trainer rank with a handle of its own."""
     engines: dict[tuple[str, Any], list[Replica]] = {}
     for replica in replicas:
-        in_pieces = [w["rank"] // w["world"] for w in replica.workers if w["world"] != len(replica.workers)]
+        in_pieces = [w.rank // w.world for w in replica.workers if w.world != len(replica.workers)]
         key: tuple[str, Any] = ("in pieces", in_pieces[0]) if in_pieces else ("whole", replica.index)
         if replica.shares is not None:
-            key = ("sharing", replica.shares["name"])
+            key = ("sharing", replica.shares.name)
         engines.setdefault(key, []).append(replica)
     return list(engines.values())
 
@@ -224,16 +224,16 @@ def check_whole(replicas: Sequence[Replica]) -> None:
     trainer rank."""
     for engine in engines_of(replicas):
         shares = engine[0].shares
-        if shares is not None and len(engine) < shares["engines"]:
+        if shares is not None and len(engine) < shares.engines:
             raise PushRefused(
-                f"engine {engine[0].index} computes its experts together with {shares['engines'] - 1} other "
-                f"data-parallel engines, and {shares['engines'] - len(engine)} of these have no handle here: they "
+                f"engine {engine[0].index} computes its experts together with {shares.engines - 1} other "
+                f"data-parallel engines, and {shares.engines - len(engine)} of these have no handle here: they "
                 "would answer with old experts. Give a list of handles, one for each data-parallel rank"
             )
-        world, first = engine[0].workers[0]["world"], engine[0].workers[0]["rank"]
-        there = {worker["rank"] for replica in engine for worker in replica.workers}
-        lacking = set(range(first // world * world, (first // world + 1) * world)) - there
-        if len(there) != world and lacking:
+        world, first = engine[0].workers[0].world, engine[0].workers[0].rank
+        present = {worker.rank for replica in engine for worker in replica.workers}
+        lacking = set(range(first // world * world, (first // world + 1) * world)) - present
+        if len(present) != world and lacking:
             raise PushRefused(
                 f"engine {engine[0].index} has {world} workers, one on each of {world} ranks, and those of ranks "
                 f"{', '.join(map(str, sorted(lacking)))} are missing: give the LLM of every rank, on that rank"
@@ -241,21 +241,21 @@ def check_whole(replicas: Sequence[Replica]) -> None:
 
 
 def check_apart(replicas: Sequence[Replica]) -> None:
-    """Raise `PushRefused` if an engine has more than one handle: it would take each message twice."""
+    """Raise `PushRefused` if an engine has more than one handle: it would get each message twice."""
     met: dict[str, int] = {}
     for replica in replicas:
-        for name in {worker["name"] for worker in replica.workers if "name" in worker}:
+        for name in {worker.name for worker in replica.workers if worker.name}:
             if met.setdefault(name, replica.index) != replica.index:
                 raise PushRefused(
                     f"engine {replica.index} is engine {met[name]} under another handle (process "
-                    f"{replica.workers[0]['pid']} on {replica.workers[0]['host'].partition('/')[0]}): give one handle "
+                    f"{replica.workers[0].pid} on {replica.workers[0].host.partition('/')[0]}): give one handle "
                     "for each engine, on all ranks together"
                 )
 
 
 def fail_together(replicas: Sequence[Replica]) -> None:
-    """Give all replicas of one engine the error of the first that failed: one failed worker makes the whole engine
-    dirty, if anything was written to any part of it."""
+    """Give all replicas of an engine the error of the first that failed: a failed worker makes the whole engine dirty,
+    if anything was written to any part of it."""
     for engine in engines_of(replicas):
         error = next((replica.error for replica in engine if replica.error), "")
         begun = any(replica.begun for replica in engine)
@@ -264,76 +264,55 @@ def fail_together(replicas: Sequence[Replica]) -> None:
 
 
 SILENT = tuple(f"{kind}: " for kind in ("EngineDeadError", "EngineGone", "NotReached"))
-"""How errors begin of engines that have died, or that nothing is heard of (`told`)."""
+"""How the errors begin (`error_text`) of engines that have died or do not answer."""
 
 
 def failure(
     replicas: Sequence[Replica], healing: str = "the next push heals them", brought: Mapping[int, State] | None = None
 ) -> PushFailed | PushRefused:
-    """Make the error for a push that broke off in some engines; it names them, and says what each engine holds now.
+    """Make the error for a push that broke off in some engines: it names them, and says what each engine holds now.
 
     Args:
         healing: what becomes of dirty ones.
-        brought: by index, what engines hold that failed as they were to go on, when all had come.
+        brought: by index, what engines hold that could not resume after they got everything.
     """
-    brought = brought or {}
-    failed = [replica for replica in replicas if replica.error and not replica.resumed]
-    stuck = [r for r in failed if r.index in brought]
-    late = [f"engine {r.index} holds {brought[r.index]}, but going on with it failed: {r.error}" for r in stuck]
-    gone = [r for r in failed if r.index not in brought and r.lost and r.begun]
-    taken = [f"engine {r.index} is another trainer's by now: {r.error}" for r in gone]
-    broken = [r for r in failed if r.index not in brought and r not in gone]
-    silent = [
-        f"engine {r.index} does not answer any more, and {'what it holds' if r.begun else 'whether it goes on'} is not "
-        f"known: {r.error}"
-        for r in broken
-        if r.error.startswith(SILENT)
-    ]
-    broken = [r for r in broken if not r.error.startswith(SILENT)]
-    dirty = [f"engine {r.index} is dirty: {r.error}" for r in broken if r.begun]
-    left = "was not changed by this push"  # but perhaps by another one
-    as_before = [
-        f"engine {r.index} {left if r.lost else 'holds what it held before'}: {r.error}" for r in broken if not r.begun
-    ]
-    valid = [f"engine {r.index} is valid" for r in replicas if not r.error]
-    valid += [f"engine {r.index} holds what was pushed, but: {r.error}" for r in replicas if r.error and r.resumed]
-    text = "; ".join(dirty + silent + late + taken + as_before + valid)
-    if not dirty and not silent and not late and not taken and not valid:
+    kinds = ("dirty", "silent", "stuck", "taken", "as before", "valid", "resumed")
+    said: dict[str, list[str]] = {kind: [] for kind in kinds}
+    for replica in replicas:
+        kind, words = _outcome(replica, (brought or {}).get(replica.index))
+        said[kind].append(f"engine {replica.index} {words}")
+    text = "; ".join(line for lines in said.values() for line in lines)
+    if all(kind == "as before" or not lines for kind, lines in said.items()):
         return PushRefused(f"{text}. Nothing was sent; push again")
-    advice = [f"Dirty engines stay paused; {healing}"] if dirty else []
-    advice += ["Start an engine that has died anew, and push again"] if silent else [] if dirty else ["Push again"]
-    return PushFailed(f"{text}{' ' if text.endswith('?') else '. '}{'. '.join(advice)}")
+    advice = [f"Dirty engines stay paused; {healing}"] if said["dirty"] else []
+    if said["silent"]:
+        advice.append("Start an engine that has died anew, and push again")
+    return PushFailed(f"{text}{' ' if text.endswith('?') else '. '}{'. '.join(advice or ['Push again'])}")
 
 
-def tell_of_calibrated(replicas: Sequence[Replica], told: set[int]) -> str:
-    """Warn of engines whose KV cache keeps scales that were calibrated for other weights than they now hold: once of
-    each, on the rank that has its handle.
-
-    Args:
-        told: which of them were named before; gets the others.
-
-    Returns:
-        The layers of the first of these engines, in words; "" where there is none.
-    """
-    found = [replica for replica in replicas if replica.calibrated]
-    for replica in found:
-        if replica.control is None or replica.index in told:
-            continue
-        told.add(replica.index)
-        warnings.warn(
-            f"engine {replica.index}: its KV cache keeps the scales of the checkpoint that it was started from, which "
-            f"were calibrated for that one's weights and not for those that are pushed: {replica.calibrated}. Keys and "
-            "values that outgrow the calibrated range (FP8: 448 times the scale) are cut off there. Where the policy "
-            "moves far, start the engine on a checkpoint without k_scale and v_scale, or calibrate them again for a "
-            "merged checkpoint and start it anew on that",
-            stacklevel=2,
-        )
-    return found[0].calibrated if found else ""
+def _outcome(replica: Replica, brought: State | None) -> tuple[str, str]:
+    """Return what became of an engine, as a kind and in words."""
+    error = replica.error
+    if not error:
+        return "valid", "is valid"
+    if replica.resumed:
+        return "resumed", f"holds what was pushed, but: {error}"
+    if brought is not None:
+        return "stuck", f"holds {brought}, but going on with it failed: {error}"
+    if replica.lost and replica.begun:
+        return "taken", f"is another trainer's by now: {error}"
+    if error.startswith(SILENT):
+        unknown = "what it holds" if replica.begun else "whether it goes on"
+        return "silent", f"does not answer any more, and {unknown} is not known: {error}"
+    if replica.begun:
+        return "dirty", f"is dirty: {error}"
+    left = "was not changed by this push" if replica.lost else "holds what it held before"  # another one may change it
+    return "as before", f"{left}: {error}"
 
 
 def check_handle(index: int, control: Control, before: Sequence[Control] = ()) -> None:
-    """Raise an error if this process can already tell that no push can reach the engine behind a handle, or that a
-    handle before it reaches the same one."""
+    """Raise an error if no push can reach the engine behind a handle, as far as this process can tell, or if a handle
+    before it reaches the same engine."""
     for other, known in enumerate(before):
         if known.engine is control.engine or (isinstance(known.engine, str) and known.engine == control.engine):
             raise InvalidInput(f"engine must name each engine once, got one twice: handles {other} and {index}")

@@ -1,8 +1,8 @@
 """What a push asks of one engine, from its pause to its resume, in as few messages as may be.
 
-A message to an engine in another process takes a millisecond. So calls that nobody waits for are `Replica.due` until
-the next message: a pause that keeps requests goes with the first work, and where nothing can be against it any more,
-going on goes with the last.
+A message to an engine in another process takes a millisecond. So calls that nobody waits for are kept in
+`Replica.queued_calls` until the next message: a pause that keeps requests goes with the first work, and the resume goes
+with the last call where nothing can be against it any more.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import Any
 from ...errors import InvalidInput, PushFailed, PushRefused
 from ..control.base import Call, Control, Moved, NotOurs, Unheard
 from ..control.calls import EngineGone
+from ..messages import WorkerInfo
 from ..state import State
 from .planner import Transfer
 from .replica import Replica
 
 PAUSES = ("keep", "wait", "abort")
-_ANY_TIME = frozenset({"note_pause", "claimed", "abort", "verified"})
-"""Operations that are told before an engine stands still, or when all has come, or nothing more will."""
+_ANY_TIME = frozenset({"note_pause", "renew_lease", "abort", "received_checksums"})
+"""Operations that may run while the engine generates: before its pause, or when nothing more will come."""
 
 
 class EngineSequence:
@@ -37,40 +38,39 @@ class EngineSequence:
         self._owner, self._pause, self.push = owner, check_pause(pause), ""
 
     def begin(self, owner: str) -> None:
-        """Begin a push of this trainer, which workers know by `push`: they refuse what another one has left behind. (A
-        call that was interrupted goes on in the engine, and what comes after it in its message would be made in the
-        middle of the next push.)"""
+        """Begin a push of this trainer, which workers know by `push`: they refuse calls that another push has left
+        behind. (A call that was interrupted goes on in the engine, and with it the rest of its message.)"""
         self._owner, self.push = owner, secrets.token_hex(8)
 
     async def beat(self, control: Control) -> None:
-        """Have workers hear that this trainer lives."""
-        call = self.make_call("claimed")
+        """Tell workers that this trainer lives."""
+        call = self.make_call("renew_lease")
         await control.rpc(*call.arguments, **call.options)
 
     def make_call(self, op: str, **message: Any) -> Call:
-        """An operation of this push in all workers of an engine; they refuse it if another push has claimed the
-        engine. Those that write refuse it, too, if the engine has generated since the first of them."""
+        """Return the call of an operation in all workers of an engine. They refuse it if another push has claimed the
+        engine, and, but for those of `_ANY_TIME`, if the engine has generated since the first of them."""
         still = {} if op in _ANY_TIME else {"still": True}
         return Call("rpc", (op,), {"trainer": self._owner, "push": self.push, **still, **message})
 
     async def make(
         self, replica: Replica, calls: Sequence[Call], *, begins: bool = False, returned: list[Any] | None = None
     ) -> list[Any]:
-        """Make the calls that are due, and then these, in one message.
+        """Make the queued calls, and then these, in one message.
 
         Args:
             begins: whether these may change the engine.
             returned: a list that gets what these return, also where one raises.
 
         Returns:
-            it; one shorter than the calls where one did not return what it has to.
+            that list; shorter than the calls where one did not return what it has to.
 
         Raises:
-            what a call raises. Where a due one did, the engine is as before, and `Replica.begun` says so.
+            what a call raises. Where a queued one did, the engine is as before, and `Replica.begun` says so.
         """
         due, replica.queued_calls = replica.queued_calls, []
         made, returned = list[Any](), [] if returned is None else returned
-        lost = False  # how far it came, nobody knows
+        lost = False  # whether it is unknown how far the message came
         try:
             if due or calls:
                 await replica.handle.chain([*due, *calls], made)
@@ -81,7 +81,7 @@ class EngineSequence:
         finally:
             returned += made[len(due) :]
             held = next((f for call, f in zip(due, made, strict=False) if call.wanted and f not in call.wanted), "")
-            # The call behind those that were made is the one that failed; where it was refused, it did nothing.
+            # The call behind those that were made is the one that failed. Where it was refused, it did nothing.
             came = lost or len(made) >= len(due) + replica.lost
             replica.begun = replica.begun or (begins and came and not held)
             if due and due[0].method == "stands":
@@ -95,7 +95,7 @@ class EngineSequence:
         return returned
 
     async def tell(self, replica: Replica, op: str, **message: Any) -> list[dict[str, Any]]:
-        """Make the calls that are due, and an operation in all workers; returns their answers."""
+        """Make the queued calls, and an operation in all workers; return the workers' answers."""
         [answers] = await self.make(replica, [self.make_call(op, **message)])
         return answers
 
@@ -118,10 +118,10 @@ class EngineSequence:
         pause = self._pause_of(replica, switches)
         if replica.still_paused:
             replica.paused_by_us = True
-            replica.queued_calls = [self.make_call("claimed"), Call("pause", (pause,)), holders]
+            replica.queued_calls = [self.make_call("renew_lease"), Call("pause", (pause,)), holders]
         else:
             paused = Call("stands")
-            # Said before: a call that ends here, in a timeout, takes effect there.
+            # Noted before: a pause that times out here may still take effect there.
             noted = self.make_call("note_pause", paused=True)
             replica.queued_calls = [
                 paused,
@@ -129,7 +129,7 @@ class EngineSequence:
                 Call("pause", (pause,), unless=paused),
                 holders,
             ]
-        if pause != "keep" or replica.shares is not None:  # such engines come to a stop when all of them are told
+        if pause != "keep" or replica.shares is not None:  # engines that share experts stop when all are asked to
             await self.make(replica, [])
             stays = not replica.paused_by_us and replica.handle.keeps
             if switches and stays and replica.index not in slept:
@@ -151,23 +151,23 @@ class EngineSequence:
     # ---- the work ----------------------------------------------------------------------------------------------------
 
     async def settle(
-        self, replica: Replica, one: Transfer, told: Call | None, *, name: str, begins: bool, commits: bool, ends: bool
+        self, replica: Replica, one: Transfer, work: Call | None, *, name: str, begins: bool, commits: bool, ends: bool
     ) -> None:
-        """Bring a pass to its end in one replica, in one message: workers run their operation, caches of the old
-        weights are reset, every worker records the new state, and generation goes on.
+        """Bring a transfer to its end in one replica, in one message: workers run their operation, caches of the old
+        weights are reset, every worker records the new state, and the engine resumes.
 
         Args:
-            told: the workers' operation; None for none.
-            name: what the engine calls its weights from now on; "" if another pass of this push follows.
+            work: the workers' operation; None for none.
+            name: what the engine calls its weights from now on; "" if another transfer of this push follows.
             begins: whether the operation may change the engine.
-            commits: whether nothing else of the pass follows, so that workers record the new state.
+            commits: whether nothing else of the transfer follows, so that workers record the new state.
             ends: whether nothing else of the push does.
         """
-        calls = [] if told is None else [told]
+        calls = [] if work is None else [work]
         reset = len(calls)
         if name:
-            calls += self._forgets(replica)
-            calls += [] if one.merges else _names(name, one.state)  # else when it is merged
+            calls += self._resets(replica)
+            calls += [] if one.payload.merges else _names(name, one.state)  # else when it is merged
         commit = [self._commit(one)] if commits else []
         returned = await self._made(replica, [*calls, *commit], begins, ends)
         if name:
@@ -176,52 +176,45 @@ class EngineSequence:
             _committed(replica, one, returned[len(calls)])
 
     async def finish(self, replica: Replica, one: Transfer, *, name: str, ends: bool) -> None:
-        """End a pass in a replica: workers that merge by themselves do so, as all of them have what has come; others
-        record the new state, as the trainer has written all.
+        """End a transfer in a replica: workers merge the update that all of them have received, or record the new
+        state, as the trainer has written all.
 
         Args:
             name, ends: as of `settle`.
         """
         calls = [self._commit(one)]
-        if one.merges:
+        if one.payload.merges:
             calls = [self.make_call("merge", state=one.state.to_json()), *(_names(name, one.state) if name else [])]
-        _committed(replica, one, (await self._made(replica, calls, one.merges, ends))[0])
+        _committed(replica, one, (await self._made(replica, calls, one.payload.merges, ends))[0])
 
-    def _forgets(self, replica: Replica) -> list[Call]:
-        """The calls that reset an engine's caches of the old weights; the first returns whether it could."""
-        # Nothing runs before it goes on. Requests that were kept, by us or by a user's own pause, hold its blocks.
+    def _resets(self, replica: Replica) -> list[Call]:
+        """Return the calls that reset an engine's caches of the old weights; the first returns True if it could."""
+        # Nothing runs before the resume. Requests that were kept, by us or by a user's own pause, hold blocks.
         running = self._pause != "abort" or not replica.paused_by_us
-        reset = Call("reset_prefix_cache", (running, bool(replica.workers[0]["connector"])), wanted=(True,))
-        return [reset, *([Call("reset_media_caches")] if replica.workers[0]["multimodal"] else [])]
+        reset = Call("reset_prefix_cache", (running, bool(replica.workers[0].connector)), wanted=(True,))
+        return [reset, *([Call("reset_media_caches")] if replica.workers[0].multimodal else [])]
 
     def _commit(self, one: Transfer) -> Call:
         return self.make_call("commit", full=one.state.kind != "adapter", state=one.state.to_json())
 
     async def _made(self, replica: Replica, calls: Sequence[Call], begins: bool, ends: bool) -> list[Any]:
-        """Make calls, and let generation go on after them if they are the push's last. Where that fails, all has come:
-        `go_on` raises the error.
-
-        Args:
-            begins: as of `make`.
-
-        Returns:
-            as `make`.
-        """
-        on, returned = self._on(replica) if ends else [], list[Any]()
+        """Make calls as `make` does, and resume after them if they are the push's last. Where only the resume fails,
+        the engine holds what was pushed: `go_on` raises the error."""
+        resume, returned = self._resume(replica) if ends else [], list[Any]()
         try:
-            await self.make(replica, [*calls, *on], begins=begins, returned=returned)
+            await self.make(replica, [*calls, *resume], begins=begins, returned=returned)
         except Exception as error:
             if not ends or len(returned) < len(calls):
                 raise
             replica.resume_error = error
-        replica.resumed = ends and len(returned) == len(calls) + len(on)
+        replica.resumed = ends and len(returned) == len(calls) + len(resume)
         return returned
 
-    def _on(self, replica: Replica) -> list[Call]:
-        """Generation goes on, if this push has paused it, and the push is over."""
+    def _resume(self, replica: Replica) -> list[Call]:
+        """Return the calls that resume the engine, if this push has paused it, and end the push."""
         paused = next((call for call in replica.queued_calls if call.method == "stands"), None)
         resume = [Call("resume", unless=paused)] if replica.paused_by_us or paused is not None else []
-        return [*_ends_wrong_mode_requests(replica), *resume, self._end(serves=True, paused=False)]
+        return [*_end_wrong_mode_requests(replica), *resume, self._end(serves=True, paused=False)]
 
     def _end(self, **notes: bool) -> Call:
         return Call("rpc", ("end",), {"owner": self._owner, "push": self.push, **notes})
@@ -229,7 +222,7 @@ class EngineSequence:
     # ---- what comes after --------------------------------------------------------------------------------------------
 
     async def go_on(self, replica: Replica, slept: Mapping[int, int]) -> None:
-        """Put a failed engine into a defined state; another one wakes and resumes, if this push woke and paused it.
+        """Put a failed engine into a defined state; wake and resume another one, if this push woke and paused it.
 
         A dirty engine serves nothing: it stays paused, or without its KV cache, until a push has healed it. One to
         which nothing was written goes back to where it was.
@@ -251,62 +244,61 @@ class EngineSequence:
         else:
             notes["serves"] = True
             if asleep and replica.error:
-                with suppress(Exception):  # what stays awake the next push finds, and the push's own error is told
+                with suppress(Exception):  # the next push finds what stays awake; this one raises its own error
                     await self.sleep_again(replica, slept[replica.index])
             elif asleep:
-                # Said before: where waking it fails, the weights are awake, and nothing else tells the next push.
+                # Noted before: where waking it fails, nothing else tells the next push that the weights are awake.
                 await self.tell(replica, "note_pause", waking=True)
                 await replica.handle.wake("kv_cache")
                 notes["waking"] = False
             if not replica.error:
-                calls += _ends_wrong_mode_requests(replica)
+                calls += _end_wrong_mode_requests(replica)
             if replica.paused_by_us:
                 calls.append(Call("resume"))
                 # A pause that timed out may take effect yet: the next push then knows that it is none of the user's.
                 notes["paused"] = bool(replica.error)
-        claimed = [self.make_call("claimed")] if calls else []  # they ask for no claim by themselves
+        claimed = [self.make_call("renew_lease")] if calls else []  # they ask for no claim by themselves
         await self.make(replica, [*claimed, *calls, self._end(**notes)])
 
     async def _stop(self, replica: Replica) -> None:
-        """Call an engine off that holds a part of a push, and have it stand still where somebody has resumed it:
-        blocks that it has cached meanwhile are of no weights that there were."""
+        """Abort the push in an engine that holds a part of it, and pause it again where somebody has resumed it: blocks
+        that it has cached meanwhile belong to no valid weights."""
         paused = Call("paused")
         unless = None if replica.moved else paused  # one whose requests are to end first steps on
         stops = [
             replace(self.make_call("note_pause", paused=True), unless=unless),
             Call("pause", ("keep",), unless=unless),
-            Call("reset_prefix_cache", (True, bool(replica.workers[0]["connector"])), unless=unless),
+            Call("reset_prefix_cache", (True, bool(replica.workers[0].connector)), unless=unless),
         ]
         await self.make(replica, [self.make_call("abort", reason=f"a push failed: {replica.error}"), paused, *stops])
 
     async def catch_up(self, replica: Replica, state: State, name: str) -> None:
-        """After an interrupt, do once more what follows the new weights in an engine that has them: its caches are
-        reset, and it is told their name."""
+        """After an interrupt, reset the caches of an engine that has the new weights, and tell it their name."""
         replica.queued_calls = []
-        calls = [self.make_call("claimed"), *self._forgets(replica), *_names(name, state)]
+        calls = [self.make_call("renew_lease"), *self._resets(replica), *_names(name, state)]
         _check_reset(replica, (await self.make(replica, calls))[1])
 
     async def sleep_again(self, replica: Replica, level: int) -> None:
         """Put an engine that was asleep back to sleep."""
         if not level:
             return
-        await self.tell(replica, "claimed")
+        await self.tell(replica, "renew_lease")
         try:
             await replica.handle.sleep(level)
         finally:
             # vLLM 0.26 takes one whose KV cache sleeps for asleep, and leaves its weights where they are, as a call
             # that fails does: then the next push has the KV cache alone to wake.
-            if not any(worker["asleep"] for worker in await replica.handle.rpc("hello")):
+            if not any(WorkerInfo.read(answer).asleep for answer in await replica.handle.rpc("hello")):
                 await self.tell(replica, "note_pause", waking=True)
 
 
 def _names(name: str, state: State) -> list[Call]:
-    """The calls that tell an engine the name of what it serves from now on."""
+    """Return the calls that tell an engine the name of what it serves from now on."""
     return [Call("label", (name,)), Call("name_adapter", (state.kind == "adapter",))]
 
 
-def _ends_wrong_mode_requests(replica: Replica) -> list[Call]:
-    """The call that ends requests which came while the mode changed, and were made for the other one."""
+def _end_wrong_mode_requests(replica: Replica) -> list[Call]:
+    """Return the call that ends requests which came while the mode changed and were made for the other mode."""
     return [] if replica.to_adapter is None else [Call("end_wrong_mode_requests", (replica.to_adapter,))]
 
 
@@ -314,7 +306,7 @@ def _check_reset(replica: Replica, done: bool) -> None:
     """Raise `PushFailed` if the prefix cache was not reset."""
     if done:
         return
-    connector = replica.workers[0]["connector"]
+    connector = replica.workers[0].connector
     outside = f", or its KV connector ({connector}) said that it cannot forget its own" if connector else ""
     raise PushFailed(
         f"the prefix cache could not be reset: requests hold blocks of the old weights{outside}; push with "
@@ -323,16 +315,13 @@ def _check_reset(replica: Replica, done: bool) -> None:
 
 
 def _committed(replica: Replica, one: Transfer, answers: Sequence[Mapping[str, Any]]) -> None:
-    """Note that every worker holds the new state.
-
-    Args:
-        answers: the workers'.
-    """
-    held = {answer["rank"]: answer["state"] for answer in answers}
-    replica.workers = [worker | {"state": held[worker["rank"]]} for worker in replica.workers]
+    """Note what the workers answered to a commit or a merge: every one holds the new state."""
+    held = {answer["rank"]: State(**answer["state"]) for answer in answers}
+    for worker in replica.workers:
+        worker.state = held[worker.rank]
     shares = [written / elements if elements else None for written, elements in (a["elements"] for a in answers)]
     replica.coverage = None if None in shares else min(share or 0.0 for share in shares)
-    replica.reloaded = max(a["reloaded"] for a in answers) if one.merges or one.state.kind != "adapter" else 0
+    replica.reloaded = max(a["reloaded"] for a in answers) if one.payload.merges or one.state.kind != "adapter" else 0
 
 
 def check_pause(pause: str) -> str:

@@ -1,4 +1,4 @@
-"""Adapter mode in SGLang's schedulers: an adapter of its own LoRA path, made of what came."""
+"""Adapter mode in SGLang's schedulers: an adapter of its own LoRA path, made of the tensors that came."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def reference() -> Any:
-    """How SGLang knows the adapter, in its schedulers and where requests come in."""
+    """Return SGLang's name of the adapter, for its schedulers and where requests come in."""
     from sglang.srt.lora.lora_registry import LoRARef
 
     return LoRARef(lora_id=ADAPTER_ID, lora_name=ADAPTER_NAME, lora_path="__tensor__", pinned=False)
 
 
 def unserved_modules(manager: Any, modules: Sequence[str]) -> list[str]:
-    """Modules (HF names) that SGLang has no LoRA layer for, or would pass over: experts, embeddings, and parts of a
-    fused layer whose other parts have no adapter.
+    """Return the modules (HF names) that SGLang has no LoRA layer for, or would pass over: experts, embeddings, and
+    parts of a fused layer whose other parts have no adapter.
 
     Args:
         manager: SGLang's `LoRAManager`.
     """
     from sglang.srt.lora.utils import get_normalized_target_modules
 
-    known, there = manager.target_modules, set(modules)
+    known, adapted = manager.target_modules, set(modules)
     found = []
     for module in modules:
         parent, _, kind = module.rpartition(".")
         group = next((group for group in _TOGETHER if kind in group), (kind,))
-        whole = all(f"{parent}.{part}" in there for part in group)
+        whole = all(f"{parent}.{part}" in adapted for part in group)
         linear = ".experts." not in module and kind not in _EMBEDDINGS
         if not (linear and whole and get_normalized_target_modules([kind]) <= known):
             found.append(module)
@@ -46,8 +46,8 @@ def unserved_modules(manager: Any, modules: Sequence[str]) -> list[str]:
 
 
 def load_adapter(manager: Any, tensors: Mapping[str, Tensor], rank: int) -> None:
-    """Put an adapter in the place of the one before. alpha = r, because the scaling is in lora_B; every module gets the
-    same rank, as SGLang has one for an adapter: rows and columns of zeros add nothing.
+    """Load an adapter in place of the one before. alpha = r, because the scaling is in lora_B. SGLang has one rank for
+    an adapter, so every module gets the same: rows and columns of zeros add nothing.
 
     Raises:
         RuntimeError: SGLang refuses it.
@@ -68,7 +68,7 @@ def _padded(name: str, tensor: Tensor, rank: int) -> Tensor:
 
 
 def remove_adapter(manager: Any) -> None:
-    """Take the adapter out, if it is there."""
+    """Remove the adapter if it is loaded."""
     if ADAPTER_ID in manager.loras:
         done = manager.unload_lora_adapter(reference())
         if not done.success:

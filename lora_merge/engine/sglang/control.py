@@ -18,35 +18,34 @@ from ..control.one_server import OneServer
 from ..payload.adapter import ADAPTER_NAME
 from . import internals
 from .adapter import reference
-from .plugin import HOOKED, PREFIX
 
 _DONE = {"status": "ok"}
-"""What its server answers when it has done something."""
+"""The answer of its server to a call that succeeded."""
 
 
 class SglangControl(Control):
-    """What all handles share."""
+    """Base of the control planes for all handles."""
 
     name = "SGLang"
     plugins = "SGLANG_PLUGINS"
 
     async def _ask(self, request: str) -> Sequence[str]:
-        message = await self._checked(PREFIX + request)
+        message = await self._checked(internals.PREFIX + request)
         try:
             # Of several data-parallel engines the first one's: the others refuse a push in the same words.
             answers, _ = json.JSONDecoder().raw_decode(message)
             if not isinstance(answers, list) or not answers or not all(isinstance(one, dict) for one in answers):
                 raise ValueError
         except ValueError as error:
-            raise self._stranger(message.replace(request, "...")) from error
+            raise self._not_the_plugin(message.replace(request, "...")) from error
         return [json.dumps(answer) for answer in answers]
 
     async def _checked(self, action: str) -> str:
-        """What `check_weights` says."""
+        """Return the message of `check_weights`."""
         raise NotImplementedError
 
-    def _stranger(self, told: str) -> Unfit:
-        """The error for an engine whose `check_weights` has answered this, which is not the plugin's."""
+    def _not_the_plugin(self, message: str) -> Unfit:
+        """Return the error for an answer of `check_weights` that is not the plugin's."""
         raise NotImplementedError
 
     async def pause(self, mode: str) -> None:
@@ -61,8 +60,8 @@ class SglangControl(Control):
         raise NotImplementedError
 
     async def _ended(self) -> None:
-        """Wait for the requests that are in flight now. Where generation stands still (a push has failed) none would
-        end: these are kept."""
+        """Wait for the requests that are in flight now. In an engine that stands still (a push has failed) none would
+        end, and these are kept."""
         begun: set[str] | None = None
         while begun is None or begun:
             answers = await self.rpc("requests")
@@ -74,20 +73,20 @@ class SglangControl(Control):
                 await self._rest()
 
     async def sleep(self, level: int) -> None:
-        await self.rpc("unmap")
+        await self.rpc("unmap_memory")
 
     async def wake(self, tag: str) -> None:
-        await self.rpc("map", weights=tag == "weights")
+        await self.rpc("map_memory", weights=tag == "weights")
 
     async def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
-        return all(answer["forgotten"] for answer in await self.rpc("forget"))
+        return all(answer["forgotten"] for answer in await self.rpc("flush_cache"))
 
     async def reset_media_caches(self) -> None:
-        """Engines that have any are refused."""
+        """Do nothing: engines that have any are refused."""
 
 
 class EngineControl(SglangControl):
-    """A `sglang.Engine`. Its calls are run in its event loop, or awaited there, where it is in use."""
+    """An `sglang.Engine`. Its calls run in its event loop, or are awaited there where it is in use."""
 
     def __init__(self, handle: Any) -> None:
         super().__init__(handle)
@@ -109,12 +108,12 @@ class EngineControl(SglangControl):
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         call = self._run(self.engine.check_weights(CheckWeightsReqInput(action=action)))
-        # SGLang would take an answer that nobody waited for to its end for that of the next call.
+        # Wait to the end: SGLang would take an unread answer for that of the next call.
         _, message, *_ = await (to_its_end(asyncio.ensure_future(call)) if self.suspends else call)
         return str(message)
 
-    def _stranger(self, told: str) -> Unfit:
-        return _without_plugin(internals.installed(), told)
+    def _not_the_plugin(self, message: str) -> Unfit:
+        return _without_plugin(internals.installed(), message)
 
     async def paused(self) -> bool:
         return bool(self.engine.is_pause)
@@ -150,8 +149,8 @@ class EngineControl(SglangControl):
             return
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
-        told = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
-        await self._run(self.engine.update_weight_version(told))
+        request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
+        await self._run(self.engine.update_weight_version(request))
 
     async def name_adapter(self, there: bool) -> None:
         registry = getattr(self.engine, "lora_registry", None)
@@ -171,8 +170,7 @@ class EngineControl(SglangControl):
         return await watched(call, self.workers)
 
     def _alone(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """Run a call in the engine's event loop, which is idle otherwise, after a call that an interrupt left
-        behind."""
+        """Run a call in the engine's idle event loop, after a call that an interrupt left behind."""
         with self._turn:
             self._ours = True
             try:
@@ -181,12 +179,12 @@ class EngineControl(SglangControl):
                 self._ours = False
 
 
-async def _named(registry: Any, there: bool) -> None:
-    """Have the adapter in, or not in, the registry that requests are looked up in."""
+async def _named(registry: Any, registered: bool) -> None:
+    """Register the adapter where requests are looked up, or remove it there."""
     lacks = bool(await registry.get_unregistered_loras({ADAPTER_NAME}))
-    if there and lacks:
+    if registered and lacks:
         await registry.register(reference())
-    elif not there and not lacks:
+    elif not registered and not lacks:
         await registry.unregister(ADAPTER_NAME)
 
 
@@ -205,19 +203,21 @@ class HttpControl(OneServer, SglangControl):
             answer = self._server.post("weights_checker", body={"action": action})
         except Answered as error:
             answer = _json(error.body)
-            if not _told(answer):
+            if not _has_message(answer):
                 raise
         except NoRoute as error:
             if release := self._release():
-                told = f"runs SGLang {release}, which does not offer /weights_checker"
-                raise Unfit(f"{self._server.url} {told}; {internals.SUPPORTED} are supported") from error
+                raise Unfit(
+                    f"{self._server.url} runs SGLang {release}, which does not offer /weights_checker; "
+                    f"{internals.SUPPORTED} are supported"
+                ) from error
             raise
-        if not _told(answer):
+        if not _has_message(answer):
             raise self._server.unlike(answer)
         return str(answer["message"])
 
     def _release(self) -> str:
-        """Which SGLang runs there; "" where nothing says that it is one."""
+        """Return the release of SGLang that runs there; "" where nothing says that one does."""
         for route in ("server_info", "get_server_info"):  # the second one of older releases
             with contextlib.suppress(OSError, RuntimeError):
                 answer: Any = self._server.get(route)
@@ -225,9 +225,9 @@ class HttpControl(OneServer, SglangControl):
                     return str(answer["version"])
         return ""
 
-    def _stranger(self, told: str) -> Unfit:
+    def _not_the_plugin(self, message: str) -> Unfit:
         release = self._release()
-        return _without_plugin(release, told) if release else self._server.unlike({"message": told})
+        return _without_plugin(release, message) if release else self._server.unlike({"message": message})
 
     async def paused(self) -> bool:
         return any(answer["paused"] for answer in await self.rpc("requests"))
@@ -248,17 +248,17 @@ class HttpControl(OneServer, SglangControl):
         self._server.do("update_weight_version", done, body)
 
 
-def _without_plugin(release: str, told: str) -> Unfit:
-    """The error for an engine of a release of SGLang whose own `check_weights` has answered this."""
+def _without_plugin(release: str, message: str) -> Unfit:
+    """Return the error for an engine whose own `check_weights`, of this release, has answered."""
     others = (
         "?"
         if release in internals.RELEASES
         else f"? {internals.SUPPORTED} are supported, and where a release does not offer what the plugin hooks, its "
-        f'log says "Failed to apply hooks to {HOOKED}": install one of these'
+        f'log says "Failed to apply hooks to {internals.HOOKED}": install one of these'
     )
     return Unfit(
-        f"SGLang {release} itself answers ({told}), and not lora_merge's plugin for it: is lora-merge installed where "
-        f"its schedulers run, and does SGLANG_PLUGINS allow it{others}"
+        f"SGLang {release} itself answers ({message}), and not lora_merge's plugin for it: is lora-merge installed "
+        f"where its schedulers run, and does SGLANG_PLUGINS allow it{others}"
     )
 
 
@@ -269,13 +269,12 @@ def _json(text: str) -> Any:
         return None
 
 
-def _told(answer: Any) -> bool:
+def _has_message(answer: Any) -> bool:
     return isinstance(answer, dict) and "message" in answer
 
 
 def control_of(engine: Any) -> Control:
-    """The control plane of a handle: an `sglang.Engine`, or a server's URL. One that is a control plane already is
-    taken as it is.
+    """Return the control plane of a handle: an `sglang.Engine`, or a server's URL. A `Control` is returned as it is.
 
     Raises:
         InvalidInput: it is none of them.
@@ -283,8 +282,6 @@ def control_of(engine: Any) -> Control:
     if isinstance(engine, Control):
         return engine
     if isinstance(engine, str):
-        if not engine.startswith(("http://", "https://")):
-            raise InvalidInput(f"engine must be a URL like http://host:30000, got {engine!r}")
         return HttpControl(engine)
     if hasattr(engine, "tokenizer_manager"):
         return EngineControl(engine)

@@ -1,5 +1,5 @@
-"""Every name of SGLang's that is used, in its schedulers and of an `sglang.Engine`, and belongs to no interface that
-SGLang promises.
+"""Names of SGLang's that are used, in its schedulers and of an `sglang.Engine`, and belong to no interface that SGLang
+promises.
 
 Read in SGLang 0.5.17 and 0.5.23; run with both.
 """
@@ -10,11 +10,18 @@ import functools
 import pkgutil
 from typing import Any
 
-from .plugin import GOES, HOOKED, REGISTRY
-
 RELEASES = ("0.5.17", "0.5.23")
 SUPPORTED = " and ".join(RELEASES)
-_PLUGIN = (REGISTRY, HOOKED, GOES)
+REGISTRY = "sglang.srt.plugins.hook_registry.HookRegistry"
+"""The registry of hooks."""
+PREFIX = "lora_merge:"
+"""Begins actions of `check_weights` that are requests of this package; JSON follows."""
+_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+HOOKED = f"{_MANAGER}.check_weights"
+"""A scheduler's method that takes a string and returns one, on every rank, also while generation stands still."""
+RELEASE_MEMORY = f"{_MANAGER}.release_memory_occupation"
+"""A scheduler's method that unmaps what its memory saver has made."""
+_PLUGIN = (REGISTRY, HOOKED, RELEASE_MEMORY)
 """By path, as all names that follow: what the plugin takes, and hooks."""
 _STRUCTURES = "sglang.srt.managers.io_struct."
 _OF_CALLERS = tuple(
@@ -101,14 +108,15 @@ _OF_REGISTRIES = ("get_unregistered_loras", "register", "unregister")
 
 
 def installed() -> str:
-    """Which SGLang this process has."""
+    """Return the version of SGLang in this process."""
     import sglang
 
     return str(sglang.__version__)
 
 
 def unknown_release(lacks: list[str]) -> str:
-    """Why an SGLang that lacks this cannot be pushed to, in words that follow the engine's name; "" for nothing."""
+    """Return why an SGLang that lacks these names cannot be pushed to, in words that follow the engine's name; "" for
+    none."""
     return (
         f"runs SGLang {installed()}, which does not offer {', '.join(lacks)}; {SUPPORTED} are supported: "
         "install one of these"
@@ -118,7 +126,8 @@ def unknown_release(lacks: list[str]) -> str:
 
 
 def handle_lacks(engine: Any) -> list[str]:
-    """As `lacks`, of an `sglang.Engine` in the process that started it, whose schedulers run the same SGLang."""
+    """Return the names that an `sglang.Engine` lacks in the process that started it; its schedulers run the same
+    SGLang."""
     manager = engine.tokenizer_manager
     registry = getattr(manager, "lora_registry", None)
     asked, paths = [(engine, ("loop",)), (manager, _OF_TOKENIZERS)], _PLUGIN + _OF_CALLERS
@@ -130,7 +139,7 @@ def handle_lacks(engine: Any) -> list[str]:
 
 
 def lacks(manager: Any) -> list[str]:
-    """What the SGLang of a scheduler does not have of all that is used here, by dotted name."""
+    """Return the names, dotted, that a scheduler's SGLang lacks of all that is used here."""
     scheduler = getattr(manager, "scheduler", None)
     arguments = getattr(scheduler, "server_args", None)
     runner = getattr(getattr(manager, "tp_worker", None), "model_runner", None)
@@ -148,7 +157,7 @@ def _lacking(asked: list[tuple[Any, tuple[str, ...]]]) -> list[str]:
 
 @functools.cache  # a hello asks, in every push
 def _unresolved(paths: tuple[str, ...]) -> tuple[str, ...]:
-    """Which of these are not where they were: SGLang itself says so in a log alone when a hook finds no target."""
+    """Return the paths that lead nowhere. When a hook finds no target, SGLang only logs it."""
     lacking = []
     for path in paths:
         try:

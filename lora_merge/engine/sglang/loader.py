@@ -1,6 +1,6 @@
-"""Into SGLang's parameters: what is different there from engine/worker/loader.py.
+"""Loads into SGLang's parameters: what differs from engine/worker/loader.py.
 
-SGLang leaves unquantised weights as its own `load_weights` puts them, so that all of them go straight. What it makes of
+SGLang leaves unquantised weights as its own `load_weights` puts them, so all of them go straight. What it makes of
 weights beside them, and what it lays out anew, is refused by name.
 """
 
@@ -31,7 +31,7 @@ class Loader(loader.Loader):
             return super().ties
 
     def _bare(self) -> AbstractContextManager[None]:
-        """Without SGLang's LoRA wrappers, which have the weights of their layers a second time."""
+        """Return the model without SGLang's LoRA wrappers, which have the weights of their layers a second time."""
         return unwrapped(self.modules, _wrapped)
 
     def _filled(self, module: nn.Module) -> dict[str, Tensor | None]:
@@ -57,7 +57,7 @@ def _wrapped(modules: Modules) -> list[tuple[nn.Module, str, Any]]:
 
 
 def _laid_anew(module: Any) -> str:
-    """Why a layer is not as it is loaded, and what to do; "" where it is."""
+    """Return why a layer is not as it is loaded, and what to do; "" where it is."""
     if getattr(module, "use_intel_amx_backend", False):
         return "packed for AMX: run on a GPU, or without SGLang's kernels for CPUs"
     method = getattr(module, "quant_method", None)

@@ -5,27 +5,19 @@ from __future__ import annotations
 
 from typing import Any
 
-REGISTRY = "sglang.srt.plugins.hook_registry.HookRegistry"
-"""By which hooks are registered."""
-PREFIX = "lora_merge:"
-"""How an action of `check_weights` begins that is a request of this package; JSON follows."""
-_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-HOOKED = f"{_MANAGER}.check_weights"
-"""Of a scheduler. It takes a string and gives one back, on every rank, also while generation stands still."""
-GOES = f"{_MANAGER}.release_memory_occupation"
-"""Of a scheduler: unmaps what its memory saver has made."""
+from .internals import HOOKED, PREFIX, RELEASE_MEMORY
 
 
 def register() -> None:
-    """Have requests of this package answered by `check_weights`, and hear of weights that go."""
+    """Answer requests of this package by `check_weights`, and notice weights that are unmapped."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(HOOKED, check_weights, HookType.AROUND)
-    HookRegistry.register(GOES, release_memory_occupation, HookType.AROUND)
+    HookRegistry.register(RELEASE_MEMORY, release_memory_occupation, HookType.AROUND)
 
 
 def check_weights(original: Any, manager: Any, request: Any) -> Any:
-    """In the place of SGLang's own `check_weights`, which gets what is not for this package."""
+    """Answer requests of this package; pass all others to SGLang's own `check_weights`."""
     if not request.action.startswith(PREFIX):
         return original(manager, request)
     from .worker import lora_merge
@@ -34,8 +26,8 @@ def check_weights(original: Any, manager: Any, request: Any) -> Any:
 
 
 def release_memory_occupation(original: Any, manager: Any, request: Any) -> Any:
-    """SGLang's own; then what the weights were is forgotten, where they went. What is mapped again in their place may
-    look like them here and there."""
+    """Call SGLang's own, then forget the weights that went. What is mapped again in their place may look like them in
+    part."""
     answer = original(manager, request)
     from .worker import released
 

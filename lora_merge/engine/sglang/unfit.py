@@ -11,13 +11,13 @@ from . import internals
 _WITHOUT_WEIGHTS = {"NGRAM"}
 """Algorithms of speculative decoding that draft without a model."""
 _BY_TRANSFORMERS = "Transformers"
-"""How the classes are called by which SGLang runs transformers' own code."""
+"""Begins the names of classes by which SGLang runs transformers' own code."""
 _UPDATING = ("_session", "_weight_update_in_progress")
-"""By which SGLang knows, from 0.5.21 on, that an update of its own has begun and not ended."""
+"""Attributes that are set from the beginning to the end of an update of SGLang's own (0.5.21 on)."""
 
 
 def unfit(manager: Any) -> str:
-    """Why no push can reach the engine of a scheduler, in words that follow its name; "" where one can.
+    """Return why no push can reach the engine of a scheduler, in words that follow its name; "" where one can.
 
     Args:
         manager: SGLang's `SchedulerWeightUpdaterManager`.
@@ -57,7 +57,7 @@ def unfit(manager: Any) -> str:
 
 
 def _has(*names: str) -> Any:
-    """Whether arguments have one of these set; releases have not all of them."""
+    """Return a test whether arguments have one of these set; not all releases have all of them."""
     return lambda arguments: any(getattr(arguments, name, None) not in (None, False, 0, "none") for name in names)
 
 

@@ -1,5 +1,5 @@
-"""What reaches the schedulers of an SGLang engine: requests of this package, answered on every rank, in step with each
-other. Nothing raises here: an error in a scheduler ends the whole engine."""
+"""Requests of this package in the schedulers of an SGLang engine, answered on every rank, in step with each other.
+Nothing raises here: an error in a scheduler ends the whole engine."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from torch import Tensor
 from ...stream.buckets import dtype_name
 from ..configs import computing
 from ..state import State
-from ..worker.commands import OPERATIONS
+from ..worker import commands
 from ..worker.modules import Modules
-from ..worker.rpc import Op, respond
+from ..worker.operations import Operations
+from ..worker.rpc import respond
 from ..worker.session import WorkerSession, session_of
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
 from .loader import Loader
 from .unfit import unfit
 
 _log = logging.getLogger(__name__)
+OPERATIONS = Operations(commands.OPERATIONS)
+"""Those of an SGLang scheduler."""
 _WEIGHTS = "weights"
 """The tag under which SGLang's memory saver knows the weights."""
 
@@ -36,12 +39,12 @@ def lora_merge(manager: Any, request: str) -> Any:
     """
     from sglang.srt.managers.io_struct import CheckWeightsReqOutput
 
-    answers = _gathered(respond(SglangWorker(manager), _OPS, request), manager.tp_cpu_group)
+    answers = _gathered(respond(SglangWorker(manager), OPERATIONS, request), manager.tp_cpu_group)
     return CheckWeightsReqOutput(success=True, message=f"[{', '.join(answers)}]")
 
 
 def _gathered(text: str, group: Any) -> list[str]:
-    """The texts of all ranks, on every rank."""
+    """Return the texts of all ranks, on every rank."""
     world = dist.get_world_size(group)
     if world == 1:
         return [text]
@@ -55,10 +58,10 @@ def _gathered(text: str, group: Any) -> list[str]:
 
 
 class SglangWorker:
-    """A scheduler in a push: a `Worker`.
+    """Implements `Worker` for a scheduler.
 
     Args:
-        manager: as of `lora_merge`.
+        manager: as for `lora_merge`.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -100,7 +103,7 @@ class SglangWorker:
 
     @property
     def _lora(self) -> Any:
-        """SGLang's `LoRAManager`; None where the engine serves no adapters."""
+        """Return SGLang's `LoRAManager`; None where the engine serves no adapters."""
         runner = self.manager.tp_worker.model_runner
         return runner.lora_manager if self.scheduler.server_args.enable_lora else None
 
@@ -122,7 +125,8 @@ class SglangWorker:
 
 
 def asleep(manager: Any) -> int:
-    """As of `WorkerSession`: whether the memory saver has unmapped the weights."""
+    """Return the level at which the weights sleep, as `WorkerSession` wants it: whether the memory saver has unmapped
+    them."""
     if _WEIGHTS not in manager.offload_tags:
         return 0
     return 1 if manager.scheduler.server_args.enable_weights_cpu_backup else 2
@@ -133,13 +137,14 @@ def released(manager: Any) -> None:
     engine, and what a push notes of the weights still shows that they are others."""
     try:
         if asleep(manager) == 2 and manager.memory_saver_adapter.enabled:
-            SglangWorker(manager).session().gone("its weights were thrown away: release_memory_occupation")
+            SglangWorker(manager).session().mark_overwritten("its weights were thrown away: release_memory_occupation")
     except Exception:
         _log.exception("lora_merge")
 
 
-def _requests(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
-    """Which requests the scheduler has, and whether it stands still."""
+@OPERATIONS.register
+def requests(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
+    """Return the `requests` that the scheduler has, and whether it is `paused`."""
     return {"requests": sorted(_in_flight(worker.scheduler)), "paused": bool(worker.scheduler._engine_paused)}
 
 
@@ -150,10 +155,11 @@ def _in_flight(scheduler: Any) -> Iterator[str]:
     yield from {request.rid for request in found if request is not None and not request.finished()}
 
 
-def _forget(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
-    """Forget all cached blocks. Requests that hold some go back to the queue, and are computed anew when generation
-    goes on; those that wait hold none, and need not be in the way (SGLang's own `flush_cache` takes them for a reason
-    not to)."""
+@OPERATIONS.register
+def flush_cache(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
+    """Drop all cached blocks; return whether that was possible, as `forgotten`. Requests that hold blocks go back to
+    the queue, and are computed anew when generation goes on. Waiting requests hold none, but SGLang's own `flush_cache`
+    would refuse because of them: they are hidden meanwhile."""
     from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
     scheduler = worker.scheduler
@@ -167,7 +173,8 @@ def _forget(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
         scheduler.waiting_queue, grammars.grammar_queue = waiting, compiling
 
 
-def _map(worker: SglangWorker, session: WorkerSession, weights: bool) -> dict[str, Any]:
+@OPERATIONS.register
+def map_memory(worker: SglangWorker, session: WorkerSession, weights: bool) -> dict[str, Any]:
     """Map memory again that the memory saver has unmapped: the weights, or all else."""
     from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
@@ -177,12 +184,10 @@ def _map(worker: SglangWorker, session: WorkerSession, weights: bool) -> dict[st
     return {}
 
 
-def _unmap(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
+@OPERATIONS.register
+def unmap_memory(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
     """Unmap the weights again."""
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
     worker.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=[_WEIGHTS]))
     return {}
-
-
-_OPS: dict[str, Op] = {**OPERATIONS, "requests": _requests, "forget": _forget, "map": _map, "unmap": _unmap}

@@ -12,11 +12,9 @@ from pathlib import Path
 
 SHARED = Path("/dev/shm")
 CHECK_S = 0.02
-"""Seconds between two looks at whether the other side is still there."""
-
-
+"""Seconds between two checks whether the other side is still there."""
 SPIN_S = 2e-3
-"""Seconds without sleep: longer than a hand-over between processes of one GPU takes, of which the shortest nap (its
+"""Seconds without sleep: longer than a hand-over between processes of one GPU takes, of which the shortest sleep (its
 timer is 50 us late) would be a tenth."""
 
 
@@ -25,12 +23,12 @@ class TransferAborted(RuntimeError):
 
 
 def error_text(error: BaseException) -> str:
-    """Return an error as text."""
     return f"{type(error).__name__}: {error}"
 
 
 def wait_until(ready: Callable[[], bool], check: Callable[[], None]) -> None:
-    """Wait for `ready`, asked every 0.2 ms, at first all the time; `check`, called every `CHECK_S`, may raise."""
+    """Wait until `ready` returns True: asked all the time at first, then every 0.2 ms. Call `check`, which may raise,
+    every `CHECK_S`."""
     began = now = time.monotonic()
     due = began + CHECK_S
     while not ready():
@@ -42,17 +40,17 @@ def wait_until(ready: Callable[[], bool], check: Callable[[], None]) -> None:
 
 
 def alive(pid: int, born: int = 0) -> bool:
-    """Whether a process of this host runs; a zombie does not.
+    """Return True if a process of this host runs; a zombie does not.
 
     Args:
-        born: when it began, as `born` says it: another process may have been given its number since. 0 for any.
+        born: its `born`, as another process may have been given its number since; 0 for any.
     """
     stat = _stat(pid)
     return bool(stat) and stat[0] not in "ZX" and born in (0, int(stat[_BORN]))
 
 
 def born(pid: int) -> int:
-    """When a process of this host began, in ticks since the host did; 0 where there is none."""
+    """Return when a process of this host began, in ticks since the host did; 0 if there is none."""
     stat = _stat(pid)
     return int(stat[_BORN]) if stat else 0
 
@@ -62,7 +60,7 @@ _BORN = 19
 
 
 def _stat(pid: int) -> list[str]:
-    """What the kernel says of a process, from its state on; nothing where there is none."""
+    """Return the fields of /proc/PID/stat from the state on; none if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -80,14 +78,12 @@ def process_id() -> str:
 
 
 @cache
-def _process_of(pid: int) -> str:
-    """The same for the process with this number (it changes after a fork)."""
+def _process_of(pid: int) -> str:  # by the number, which changes after a fork
     return f"{pid} of {socket.gethostname()}, {secrets.token_hex(8)}"
 
 
 @cache
 def _host_of(pid: int) -> str:
-    """The same for the process with this number (it changes after a fork)."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     mounts = SHARED.stat().st_dev if SHARED.exists() else 0
     processes = Path("/proc/self/ns/pid")

@@ -1,5 +1,5 @@
-"""Memory of buffers: what other processes map (files in POSIX shared memory, plain allocations on a GPU), and what lies
-on the host for this process alone."""
+"""Memory of buffers: files in POSIX shared memory and plain allocations on a GPU, which other processes map, and
+buffers on the host."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SharedMemory:
         nbytes: of the file.
 
     Raises:
-        InvalidInput: the path is none of ours, or there is not enough shared memory.
+        InvalidInput: the path is not one of ours, or there is not enough shared memory.
     """
 
     def __init__(self, name: str, nbytes: int, *, create: bool = False) -> None:
@@ -61,14 +61,13 @@ class NotExported(RuntimeError):
 
 
 class CudaMemory:
-    """A cudaMalloc of its own, or one of another process: what PyTorch's and vLLM's allocators hand out cannot
-    always be exported (expandable segments, sleep mode). Given back by `close`, or when nobody holds this any more; no
-    view of `tensor` may be used after that.
+    """A cudaMalloc of its own, or one of another process: memory of PyTorch's and vLLM's allocators cannot always be
+    exported (expandable segments, sleep mode). `close`, or the end of this object, frees it; no view of `tensor` may be
+    used after that.
 
     Args:
-        nbytes: of it.
-        device: on which `tensor` is: it may be another one than that on which the other process made it.
-        handle: of another process's; None for one of its own.
+        device: of `tensor`; another process may have made the memory on another device.
+        handle: of another process's memory; None for memory of its own.
     """
 
     def __init__(self, nbytes: int, device: torch.device, handle: bytes | None = None) -> None:
@@ -110,11 +109,11 @@ def _give_back(free: Any, pointer: ctypes.c_void_p, device: torch.device) -> Non
 
 
 def exported(storage: torch.UntypedStorage, handles: dict[int, bytes]) -> tuple[bytes, int, int]:
-    """How other processes map memory of this one's GPU: the handle of the allocation in which a storage lies, the bytes
-    of that, and where the storage begins in it.
+    """Return how other processes map a storage on a GPU: the handle of its allocation, the bytes of that, and the
+    offset of the storage in it.
 
     Args:
-        handles: those that were asked for before, by where allocations begin: CUDA takes half a millisecond for each.
+        handles: known ones, by the address of the allocation: CUDA takes half a millisecond for each.
 
     Raises:
         NotExported: managed memory, the memory of vLLM's sleep mode and SGLang's memory saver, expandable segments;
@@ -136,7 +135,7 @@ def exported(storage: torch.UntypedStorage, handles: dict[int, bytes]) -> tuple[
 
 
 def _maker(address: int) -> str:
-    """Why CUDA does not export memory, in words."""
+    """Return why CUDA does not export memory."""
     if _attribute(address, _IS_MANAGED, ctypes.c_int()):
         return "it is managed memory (cudaMallocManaged), which CUDA does not export"
     if _attribute(address, _MEMPOOL_HANDLE, ctypes.c_void_p()):
@@ -145,26 +144,23 @@ def _maker(address: int) -> str:
 
 
 def _attribute(address: int, attribute: int, found: Any) -> Any:
-    """An attribute of memory on a GPU; None where CUDA does not know."""
+    """Return an attribute of memory on a GPU; None if CUDA does not know it."""
     wrong = _driver().cuPointerGetAttribute(ctypes.byref(found), ctypes.c_int(attribute), ctypes.c_uint64(address))
     return None if wrong else found.value
 
 
 def allocations(storages: Sequence[torch.UntypedStorage]) -> list[int]:
-    """Numbers that no other allocation of this process ever has: memory that was given back, and taken again at the
-    same address, has another one. -1 where CUDA does not know.
-
-    Args:
-        storages: all on one GPU.
+    """Return for each storage the number of its allocation, which no other allocation of this process ever has, at the
+    same address or not; -1 if CUDA does not know it. All storages are on one GPU.
     """
     if not storages:
         return []
     number = ctypes.c_ulonglong()
-    told, attribute, ask = ctypes.byref(number), ctypes.c_int(_BUFFER_ID), _driver().cuPointerGetAttribute
+    out, attribute, ask = ctypes.byref(number), ctypes.c_int(_BUFFER_ID), _driver().cuPointerGetAttribute
     found = []
     with torch.cuda.device(storages[0].device):
         for storage in storages:
-            wrong = ask(told, attribute, ctypes.c_uint64(storage.data_ptr()))
+            wrong = ask(out, attribute, ctypes.c_uint64(storage.data_ptr()))
             found.append(-1 if wrong else number.value)
     return found
 
@@ -175,7 +171,7 @@ def _driver() -> Any:
 
 
 class SharedFiles:
-    """The files in shared memory that this process has mapped and holds open, as it is now."""
+    """The files in shared memory that this process has mapped and open at the moment."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, int], str] = {}
@@ -192,8 +188,8 @@ class SharedFiles:
                 self._mapped.append((begin, end, int(offset, 16), (os.makedev(major, minor), int(inode))))
 
     def exported(self, storage: torch.UntypedStorage) -> tuple[str, int, int, int]:
-        """How other processes of this user map a storage: a path, the file's number (a path may be another file's
-        later) and bytes, and where the storage begins in it.
+        """Return how other processes of this user map a storage: a path, the file's inode (the path may name another
+        file later) and bytes, and the offset of the storage in it.
 
         Raises:
             NotExported: it lies in this process's own memory.
@@ -206,10 +202,10 @@ class SharedFiles:
 
 
 def _mapped(path: str, nbytes: int) -> Tensor:
-    """A file in shared memory as a tensor.
+    """Return a file in shared memory as a tensor.
 
     Raises:
-        TransferAborted: there is none any more. (`torch.from_file` would make one, which nobody would take away.)
+        TransferAborted: it does not exist any more. (`torch.from_file` would create it, and nobody remove it.)
     """
     try:
         descriptor = os.open(path, os.O_RDWR)
@@ -228,7 +224,7 @@ class _IpcHandle(ctypes.Structure):
 
 
 def _cuda_runtime() -> Any:
-    """The CUDA runtime that torch has loaded."""
+    """Return the CUDA runtime that torch has loaded."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "libcudart" in line:
             return ctypes.CDLL(line.split()[-1])
@@ -237,12 +233,7 @@ def _cuda_runtime() -> Any:
 
 
 def host_buffers(nbytes: int, *, pinned: bool) -> list[Tensor]:
-    """Two buffers of bytes on the host.
-
-    Args:
-        nbytes: of each.
-        pinned: so that copies to and from GPUs need no other memory between.
-    """
+    """Return two buffers of `nbytes` each on the host; pinned ones for copies to and from GPUs."""
     return [torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(2)]
 
 
@@ -252,12 +243,11 @@ def bytes_of(data: Tensor) -> memoryview:
 
 
 def shared_path(name: str) -> str:
-    """Where the file of a name is."""
     return str(SHARED / f"{_PREFIX}{name}")
 
 
 def _checked(path: str) -> str:
-    """A path off the wire: only our own names in shared memory are opened."""
+    """Return a path that came over the network, if it is one of our names in shared memory."""
     name = Path(path).name
     if path != str(SHARED / name) or not name.startswith(_PREFIX):
         raise InvalidInput(f"{path!r} is not a buffer of lora_merge")

@@ -1,7 +1,7 @@
-"""An engine's own tensors, mapped into the trainer's process: the trainer merges straight into them, with no bucket.
-Or the other way round: a trainer's weights, mapped into an engine's worker (pull.py).
+"""Tensors of one process, mapped into another one: an engine's into the trainer, which merges straight into them
+(`write`), or a trainer's into an engine's worker (`pull`: worker/pull.py).
 
-On GPUs over CUDA IPC, also from one GPU to another; on CPUs where the tensors lie in shared memory. What cannot be
+On GPUs over CUDA IPC, also from one GPU to another; on CPUs if the tensors lie in shared memory. What cannot be
 exported (the memory of vLLM's sleep mode and SGLang's memory saver, expandable segments) is reached by buckets.
 """
 
@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...shards import Box
 from ...stream.buckets import dtype_name, dtype_of
 from ...stream.direct_targets import DirectTargets
+from .base import TrainerEnd, WorkerEnd
 from .liveness import SHARED
 from .memory import CudaMemory, NotExported, SharedFiles, allocations, exported
 
@@ -31,16 +32,16 @@ Found: TypeAlias = Mapping[str, Any]
 
 
 class Memory:
-    """Identity of the allocations that storages lie in; differs if other memory lies at the same addresses later. Keeps
-    none of it alive."""
+    """Identity of the allocations that storages lie in: another one if other memory lies at the same addresses later.
+    Keeps none of them alive."""
 
     def __init__(self, storages: Iterable[torch.UntypedStorage]) -> None:
         storages = list(storages)
         self._at = [storage.data_ptr() for storage in storages]
-        # Where one goes, another file may be mapped next; that of a GPU has a number of its own (`_marks`).
+        # Another file may be mapped at the same address; an allocation of a GPU has a number of its own (`_marks`).
         self._living = [StorageWeakRef(storage) for storage in storages if storage.device.type == "cpu"]
         self.marks = _marks(storages)
-        # While one storage is in an allocation, all are that were: CUDA is asked for one of each.
+        # Storages of one allocation stay or go together: CUDA is asked for one of each.
         alone = [storage.device.type == "cpu" or mark <= 0 for storage, mark in zip(storages, self.marks, strict=True)]
         firsts: dict[int, int] = {}
         for at, mark in enumerate(self.marks):
@@ -48,15 +49,14 @@ class Memory:
         self._asked = list(firsts.values())
 
     def stays(self, storages: Sequence[torch.UntypedStorage]) -> bool:
-        """Whether storages at the same addresses, in the same order, lie in these allocations."""
+        """Return True if storages at the same addresses, in the same order, lie in these allocations."""
         return [self.marks[at] for at in self._asked] == _marks([storages[at] for at in self._asked])
 
     def same_as(self, other: Memory) -> bool:
-        """Whether both describe the same allocations."""
         return sorted(self._at) == sorted(other._at)
 
     def same(self, held: Mapping[int, torch.UntypedStorage]) -> bool:
-        """Whether the present storages, by address, lie in these allocations."""
+        """Return True if the present storages, by address, lie in these allocations."""
         if any(storage.expired() for storage in self._living):
             return False
         found = [held[at] for at in self._at if at in held]
@@ -64,19 +64,19 @@ class Memory:
 
 
 class ExportedMemory:
-    """What other processes of this host need to map tensors of this one, as these lie at the moment.
+    """What other processes of this host need to map tensors of this one, where these lie at the moment.
 
     Args:
-        targets: of an engine's tensors, boxes of tensors of a stream; of a trainer's, boxes of parameters, by the name
-            of the tensor of the stream that they go to.
+        targets: of an engine, boxes of tensors of a stream; of a trainer, boxes of parameters, by the name of the
+            tensor of the stream that they go to.
         blocked: names of tensors of the stream of which the engine takes a part another way.
-        whose: in words.
+        whose: "the engine's" or "the trainer's", for messages.
 
     Attributes:
-        lies: which memory they lie in.
-        description: JSON values: `why` it cannot be mapped, or `memory` and, by name, `views` of it and names that are
+        lies: the allocations.
+        description: JSON values: `why` they cannot be mapped, or `memory`, `views` of it by name, and names that are
             `blocked`.
-        digest: equal as long as a mapping stays good; "" where nothing can be mapped.
+        digest: equal as long as a mapping stays good; "" if nothing can be mapped.
     """
 
     def __init__(self, targets: DirectTargets, blocked: Collection[str], whose: str = "the engine's") -> None:
@@ -86,17 +86,14 @@ class ExportedMemory:
         try:
             memory, views = self._describe(targets)
             self.description: dict[str, Any] = {"why": "", "memory": memory, "views": views, "blocked": sorted(blocked)}
-            said = repr((self.lies.marks, self.description))
-            self.digest = hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+            content = repr((self.lies.marks, self.description))
+            self.digest = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
         except NotExported as error:
             self.description, self.digest = {"why": f"{whose} weights cannot be mapped: {error}"}, ""
 
     def hold(self, held: Mapping[int, torch.UntypedStorage] | None = None) -> bool:
-        """Whether the tensors, at the same addresses, still lie in the same allocations.
-
-        Args:
-            held: after `release`, the storages there are now, by address.
-        """
+        """Return True if the tensors, at the same addresses, still lie in the same allocations; after `release`, `held`
+        has the present storages by address."""
         if held is None:
             return self.lies.stays(self._storages)
         return self.lies.same(held)
@@ -112,11 +109,11 @@ class ExportedMemory:
         names = {view.untyped_storage().data_ptr(): name for name, some in targets.views.items() for _, view in some}
         for storage, mark in zip(self._storages, self.lies.marks, strict=True):
             try:
-                told, offset = export(storage, mark)
+                spec, offset = export(storage, mark)
             except NotExported as error:
                 raise NotExported(f"{error}; {names[storage.data_ptr()]} is one") from error
-            key = told.get("handle") or told["path"]
-            memory.setdefault(key, told)
+            key = spec.get("handle") or spec["path"]
+            memory.setdefault(key, spec)
             where[storage.data_ptr()] = list(memory).index(key), offset
         views: dict[str, list[Any]] = {}
         for name, found in targets.views.items():
@@ -130,21 +127,15 @@ class ExportedMemory:
 
 
 class _Exporter:
-    """Exports several storages of this process, as they are now."""
+    """Exports several storages of this process."""
 
     def __init__(self) -> None:
         self._files: SharedFiles | None = None
         self._handles: dict[int, bytes] = {}
 
     def __call__(self, storage: torch.UntypedStorage, mark: int) -> tuple[dict[str, Any], int]:
-        """How a storage is mapped, and where it begins in what is mapped.
-
-        Args:
-            mark: of its allocation: nothing says that the next one at the same address has another handle.
-
-        Raises:
-            NotExported: it cannot be.
-        """
+        """Return how a storage is mapped, and its offset; raise `NotExported` if it cannot be. `mark` is of its
+        allocation, as the next one at the same address may have the same handle."""
         if storage.device.type == "cuda":
             handle, nbytes, offset = exported(storage, self._handles)
             return {"handle": base64.b64encode(handle).decode(), "nbytes": nbytes, "mark": mark}, offset
@@ -154,7 +145,7 @@ class _Exporter:
 
 
 def exportable(tensors: Mapping[str, Tensor]) -> set[str]:
-    """Names of those tensors that other processes can map where they lie."""
+    """Return the names of those tensors that other processes can map where they lie."""
     export, found = _Exporter(), set()
     for name, tensor in tensors.items():
         with suppress(NotExported):
@@ -164,17 +155,17 @@ def exportable(tensors: Mapping[str, Tensor]) -> set[str]:
 
 
 def _marks(storages: Sequence[torch.UntypedStorage]) -> list[int]:
-    """Which allocations these lie in; of the CPU's, their bytes."""
+    """Return the numbers of the allocations that storages lie in; for those of the CPU, their bytes."""
     numbers = iter(allocations([storage for storage in storages if storage.device.type == "cuda"]))
     return [next(numbers) if storage.device.type == "cuda" else storage.nbytes() for storage in storages]
 
 
 class MappedMemory:
-    """The tensors of another process in this one. Closed, or given up, it is unmapped; no view may be used after that.
+    """The tensors of another process in this one; no view may be used once it is closed, or freed.
 
     Args:
-        found: what it exports; memory that no view lies in is not mapped.
-        device: from which they are reached: a GPU that reaches the other one's, or the CPU.
+        found: what that process exports; memory without views is not mapped.
+        device: of the views: a GPU that reaches the other process's, or the CPU.
         pid: of the other process.
 
     Raises:
@@ -188,22 +179,21 @@ class MappedMemory:
             used = {view[2] for views in found["views"].values() for view in views}
             memory = {number: self._map(found["memory"][number], device, pid) for number in sorted(used)}
             for name, views in found["views"].items():
-                self.views[name] = [_view(told, memory) for told in views]
+                self.views[name] = [_view(spec, memory) for spec in views]
         except BaseException:
             self.close()
             raise
 
-    def _map(self, told: Found, device: torch.device, pid: int) -> Tensor:
+    def _map(self, spec: Found, device: torch.device, pid: int) -> Tensor:
         if device.type == "cpu":
-            path = told["path"]
+            path = spec["path"]
             if not re.fullmatch(rf"/proc/{pid}/fd/\d+", path) or SHARED not in Path(path).readlink().parents:
                 raise RuntimeError(f"{path!r} is not shared memory of process {pid}")
-            return _opened(path, told["file"], told["nbytes"])
-        self._memory.append(CudaMemory(told["nbytes"], device, base64.b64decode(told["handle"])))
+            return _opened(path, spec["file"], spec["nbytes"])
+        self._memory.append(CudaMemory(spec["nbytes"], device, base64.b64decode(spec["handle"])))
         return self._memory[-1].tensor
 
     def close(self) -> None:
-        """Unmap them."""
         self.views = {}
         for memory in self._memory:
             memory.close()
@@ -211,7 +201,7 @@ class MappedMemory:
 
 
 def _opened(path: str, file: int, nbytes: int) -> Tensor:
-    """A file of another process, as bytes."""
+    """Return a file of another process as bytes."""
     descriptor = os.open(path, os.O_RDWR)
     try:
         found = os.fstat(descriptor)
@@ -222,14 +212,10 @@ def _opened(path: str, file: int, nbytes: int) -> Tensor:
         os.close(descriptor)
 
 
-def _view(told: Sequence[Any], memory: Mapping[int, Tensor]) -> tuple[Box, Tensor]:
-    """A box of a tensor of the stream, and where it is.
-
-    Raises:
-        RuntimeError: it is not inside of its memory.
-    """
-    start, size, number, at, dtype_told, shape, stride = told
-    dtype, whole = dtype_of(dtype_told), memory[number]
+def _view(spec: Sequence[Any], memory: Mapping[int, Tensor]) -> tuple[Box, Tensor]:
+    """Return a box of a tensor of the stream and its view; raise RuntimeError if that is not inside of its memory."""
+    start, size, number, at, dtype_spec, shape, stride = spec
+    dtype, whole = dtype_of(dtype_spec), memory[number]
     last = at + (sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1) * dtype.itemsize
     if at < 0 or at % dtype.itemsize or min(stride, default=0) < 0 or last > whole.nbytes:
         raise RuntimeError(f"a view of bytes {at} to {last} is not inside of {whole.nbytes} bytes of memory")
@@ -239,12 +225,8 @@ def _view(told: Sequence[Any], memory: Mapping[int, Tensor]) -> tuple[Box, Tenso
 
 
 class DirectWriteSet(NamedTuple):
-    """Which tensors of a stream the trainer writes straight into engines of other processes; the same on every rank.
-
-    Args:
-        names: names of the tensors that can be written into every worker.
-        why: why no tensor can be written; "" otherwise.
-    """
+    """The names of the tensors that the trainer can write into every worker, the same on every rank; or `why` there are
+    none."""
 
     names: frozenset[str]
     why: str = ""
@@ -260,9 +242,19 @@ def direct(workers: Sequence[Found]) -> DirectWriteSet:
 
 
 def united(mapped: Iterable[MappedMemory]) -> DirectTargets:
-    """Join the places of several workers: a tensor is written to every worker that has it."""
+    """Join the targets of several workers: a tensor is written to every worker that has it."""
     views: dict[str, list[tuple[Box, Tensor]]] = {}
     for one in mapped:
         for name, found in one.views.items():
             views.setdefault(name, []).extend(found)
     return DirectTargets(views)
+
+
+class WriteSender(TrainerEnd):
+    """No buckets: the trainer writes through the `targets` of a `Route`."""
+
+    needs_buffers = False
+
+
+class WriteReceiver(WorkerEnd):
+    """Takes nothing."""

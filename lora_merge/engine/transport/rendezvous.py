@@ -1,8 +1,8 @@
-"""Where the members of an NCCL group tell each other what they do: a store in the trainer's process, which listens on
-one interface alone, and in which only those are heard who know the secret of its channel.
+"""A store in the trainer's process, in which the members of an NCCL group tell each other what they do. It listens on
+one interface alone, and counts only values of members that know the secret of its channel.
 
-torch's TCPStore asks nobody who he is. So each value carries a signature (HMAC-SHA256 of its key and itself) by the
-secret, which travels with the channel over the engine's control plane. What is not signed so is passed over.
+torch's TCPStore authenticates nobody. So each value carries a signature (HMAC-SHA256 of its key and itself) by the
+secret, which travels with the channel over the engine's control plane. Values without it are ignored.
 """
 
 from __future__ import annotations
@@ -23,50 +23,44 @@ from ...errors import InvalidInput
 from .liveness import host_id
 
 TIMEOUT = timedelta(seconds=60)
-"""A store that does not answer for so long is gone."""
+"""A store that does not answer for this long is gone."""
 _ADDRESSES = ("VLLM_HOST_IP", "SGLANG_HOST_IP")
 """Variables that vLLM and SGLang read this machine's address from; the first that is set counts."""
 _SIGNATURE = hashlib.sha256().digest_size
 
 
 class Store:
-    """One side's access to a store.
-
-    Args:
-        plain: torch's.
-        secret: of the channel; both sides have the same one.
-        address: under which other processes reach it.
-    """
+    """Access to torch's store (`plain`), at the same address and with the same secret on all sides."""
 
     def __init__(self, plain: Any, secret: bytes, address: str, port: int) -> None:
         self.plain, self._secret, self._address, self._port = plain, secret, address, port
 
     def under(self, name: str) -> Store:
-        """The part of it that belongs to one group."""
+        """Return the part of the store that belongs to one group."""
         part = Store(PrefixStore(name, self.plain), self._secret, self._address, self._port)
         part._secret = hmac.digest(self._secret, name.encode(), "sha256")
         return part
 
     def channel(self) -> dict[str, Any]:
-        """How other processes reach it: JSON values. Whoever has them is heard."""
+        """Return how other processes reach the store: JSON values, with the secret."""
         return {"address": self._address, "port": self._port, "secret": self._secret.hex()}
 
     def set(self, key: str, value: bytes | str) -> None:
         self.plain.set(key, self._signed(key, value))
 
     def get(self, key: str) -> bytes | None:
-        """The value, waited for; None where it is signed by nobody who may be heard."""
+        """Wait for a value, and return it; None if its signature is wrong."""
         return self._read(key, self.plain.get(key))
 
     def has(self, key: str) -> bool:
-        """Whether somebody who may be heard has set it."""
+        """Return True if a member has set the key."""
         return bool(self.plain.check([key])) and self.get(key) is not None
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes | None]:
         return [self._read(key, value) for key, value in zip(keys, self.plain.multi_get(list(keys)), strict=True)]
 
     def set_first(self, key: str, value: bytes | str) -> None:
-        """Set it unless somebody who may be heard has said something else than "" there: the first word stands."""
+        """Set a key unless a member has set it to something else than "" before."""
         self.plain.compare_set(key, self._signed(key, ""), self._signed(key, value))
         if self.get(key) is None:
             self.set(key, value)
@@ -84,10 +78,7 @@ class Store:
 
 
 def listen(address: str) -> socket.socket:
-    """A socket that listens at a free port of one interface.
-
-    Args:
-        address: of that interface.
+    """Return a socket that listens at a free port of the interface with this address.
 
     Raises:
         InvalidInput: this machine has no such address.
@@ -106,14 +97,7 @@ def listen(address: str) -> socket.socket:
 
 
 def serve_store(address: str) -> Store:
-    """A store in this process, at a free port of one interface.
-
-    Args:
-        address: of that interface.
-
-    Raises:
-        InvalidInput: this machine has no such address.
-    """
+    """Make a store in this process; see `listen`."""
     with listen(address) as listening:
         port = listening.getsockname()[1]
         plain = TCPStore(  # takes the socket over
@@ -123,15 +107,15 @@ def serve_store(address: str) -> Store:
 
 
 def reach_store(channel: dict[str, Any]) -> Store:
-    """The store of another process, by its `channel`."""
+    """Return the store of another process, by its `channel`."""
     address, port = channel["address"], channel["port"]
     plain = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
     return Store(plain, bytes.fromhex(channel["secret"]), address, port)
 
 
 def interface(hosts: Sequence[str]) -> str:
-    """The address at which this process listens for members on these hosts (`host_id`): this machine's own, unless
-    some are elsewhere.
+    """Return the address at which this process listens for members on these hosts (`host_id`): 127.0.0.1 unless some
+    are elsewhere.
 
     Raises:
         InvalidInput: some are, and this machine has no address that they could reach.

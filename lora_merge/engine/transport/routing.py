@@ -1,65 +1,65 @@
-"""Buckets from the ranks of a trainer to the workers of engines.
+"""Buckets from the ranks of a trainer to the workers of engines: which kinds of transport there are, and which rank
+serves which worker over which of them.
 
 | transport | where | how |
 |---|---|---|
-| local | same process | merged straight into the engine's tensors; buckets that the worker pulls for the rest |
-| write | same host, where the engine's memory can be mapped | merged straight into the engine's tensors (mapped.py) |
-| pull | same host, where the trainer's memory can be mapped, the engine's not | workers read and merge (pull.py) |
-| shm | CPU, same host | two buffers in POSIX shared memory |
-| ipc | same GPU, other process | two buffers of a cudaMalloc of their own, opened by the worker |
-| nccl | other GPUs | one broadcast a bucket, from a trainer rank to its workers of a replica, or sends to some |
-| tcp | all else | over a socket to one worker a host, from there in shared memory to the others (outbox.py, inbox.py) |
+| local | same process | merged straight into the engine's tensors; the rest in buckets (local.py) |
+| write | same host, if the engine's memory can be mapped | merged straight into the engine's tensors (peer_memory.py) |
+| pull | same host, if the trainer's memory can be mapped, not the engine's | workers read and merge (worker/pull.py) |
+| shm | CPU, same host | two buffers in POSIX shared memory (mailbox.py) |
+| ipc | same GPU, other process | two buffers of a cudaMalloc of their own, opened by the worker (mailbox.py) |
+| nccl | other GPUs | a broadcast a bucket, from a rank to its workers of a replica, or sends to some (nccl.py) |
+| tcp | all else | over a socket to one worker a host, from there in shared memory to the others (tcp_*.py) |
 
 Engines on hosts without a trainer rank are served by all trainer ranks side by side, over the network cards of all of
 them: an engine's workers on a host by the same rank, so that what all take crosses to a host once; or GPUs by a rank
-each, where most of what they take is their own.
+each, if most of what they take is their own.
 
 Every trainer rank fills every bucket (that may take all of them) and hands it to the workers assigned to it; it fills a
-buffer while workers load the other one. Who may touch which is settled in a mailbox, a small piece of shared memory:
-the trainer counts buckets filled, each worker counts buckets done with. Over NCCL the broadcast is the hand-over; over
-sockets workers ask.
-
-Processes of one GPU take turns at it, and half as many buckets of twice the size took 0.4 ms less for each one saved
-(H200): there both buffers change hands together.
+buffer while workers load the other one.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ...stream.direct_targets import DirectTargets, Sent
+from .base import TrainerEnd, WorkerEnd
+from .base import WorkerId as WorkerId
 from .liveness import host_id
+from .local import LocalReceiver, LocalSender
+from .mailbox import IpcReceiver, IpcSender, ShmReceiver, ShmSender
+from .nccl import NcclReceiver, NcclSender
+from .peer_memory import WriteReceiver, WriteSender
+from .tcp_receiver import TcpReceiver
+from .tcp_sender import TcpSender
 
-WorkerId = tuple[int, int]
-"""Replica, and position of the worker in it."""
-BUCKETS_TOGETHER = {"shm": 1, "ipc": 2}
-"""Buckets that change hands together."""
 _CUMEM = "NCCL_CUMEM_ENABLE"
-# Words of a mailbox: the trainer's, then those of each worker.
-FILLED, ABORTED, WORKERS = 0, 1, 2
-DONE, LEFT, PID, WORDS = 0, 1, 2, 3
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
-    """A bucket on the worker's side.
+class Transport(NamedTuple):
+    """A kind of transport, by its two ends."""
 
-    Args:
-        data: uint8; None where it was placed and nobody asked for the bucket, too.
-        placed: whether it lies in the engine's tensors already.
-    """
+    trainer: type[TrainerEnd]
+    worker: type[WorkerEnd]
 
-    index: int
-    data: Tensor | None
-    placed: bool
+
+TRANSPORTS = {
+    "nccl": Transport(NcclSender, NcclReceiver),
+    "tcp": Transport(TcpSender, TcpReceiver),
+    "local": Transport(LocalSender, LocalReceiver),
+    "shm": Transport(ShmSender, ShmReceiver),
+    "ipc": Transport(IpcSender, IpcReceiver),
+    "write": Transport(WriteSender, WriteReceiver),
+}
+"""All that have ends, by name. `assign` takes the first one that reaches a worker, and a bucket is handed over in this
+order: first to those that only enqueue it. (A pull needs no end: the worker has mapped what it reads.)"""
 
 
 class Route(NamedTuple):
@@ -89,22 +89,23 @@ class Route(NamedTuple):
     def wire_spec(
         self, place: WorkerId, served: Mapping[WorkerId, tuple[int, str]], hosts: Mapping[WorkerId, str]
     ) -> dict[str, list[int]]:
-        """What comes to a worker where not all take everything: `sent` to it, `own` of these, and which come `apart`.
+        """Return which buckets come to a worker if not all take everything: those `sent` to it, its `own` of these, and
+        those of its own that come `apart`.
 
         Args:
             served: every worker's trainer rank, and transport.
             hosts: of workers that are reached over a network.
         """
         rank, kind = served[place]
-        beside = {at for at, (by, how) in served.items() if by == rank and (how == "local") == (kind == "local")}
-        own = self.by({place})
-        if kind == "nccl":
-            group = {at for at in beside if at[0] == place[0] and served[at][1] == kind}
-            apart = [i for i in own if i in self.recipients and not group <= self.recipients[i]]
-            return {"sent": own, "own": own, "apart": apart}
-        if kind == "tcp":  # a bucket comes to a host once
-            beside = {at for at in beside if (at[0], hosts.get(at)) == (place[0], hosts.get(place))}
-        return {"sent": self.by(beside), "own": own, "apart": []}
+        end = TRANSPORTS[kind].trainer
+        peers = {
+            at: how
+            for at, (by, how) in served.items()
+            if by == rank and TRANSPORTS[how].trainer.in_process == end.in_process
+        }
+        own, group = self.by({place}), end.group(place, peers)
+        apart = [i for i in own if i in self.recipients and not group <= self.recipients[i]]
+        return {"sent": self.by(end.shared_with(place, peers, hosts)), "own": own, "apart": apart}
 
     @classmethod
     def to(cls, source: Sent, names: Container[str], targets: DirectTargets, compare: bool) -> Route:
@@ -119,16 +120,6 @@ class Route(NamedTuple):
         return cls(placed, tuple(sent), targets, source.recipients)
 
 
-def nobody() -> set[int]:
-    """Return the empty set: no replica's control call has ended."""
-    return set()
-
-
-def hands_over(index: int, together: int, count: int) -> bool:
-    """Whether buckets change hands after this one of `count`."""
-    return (index + 1) % together == 0 or index + 1 == count
-
-
 def introduction(device: torch.device) -> dict[str, Any]:
     """Return what `assign` needs of a process: host, process id, a GPU's UUID ("cpu" for the CPU), and how its NCCL
     allocates memory."""
@@ -139,23 +130,23 @@ def introduction(device: torch.device) -> dict[str, Any]:
 def clash(
     trainer: Mapping[str, Any], workers: Sequence[Sequence[Mapping[str, Any]]], places: Mapping[WorkerId, str]
 ) -> str:
-    """Why NCCL would not connect some worker; "" where nothing is known against it.
+    """Return why NCCL would not connect some worker; "" if nothing is known against it.
 
-    On one host its members open each other's memory, and do not understand each other where one of them hands it out in
-    the new way and one in the old.
+    On one host, members of an NCCL group open each other's memory, and all of them have to export it in the same one of
+    two ways.
 
     Args:
         trainer: the `introduction` of the rank that broadcasts.
-        workers: as of `assign`.
+        workers: as for `assign`.
         places: the transport to each of them.
     """
     for (r, w), kind in places.items():
         worker = workers[r][w]
-        told = [f"{_CUMEM}={one.get('cumem') or '(not set: 1)'}" for one in (trainer, worker)]
+        cumem = [f"{_CUMEM}={one.get('cumem') or '(not set: 1)'}" for one in (trainer, worker)]
         old = [one.get("cumem") == "0" for one in (trainer, worker)]
         if kind == "nccl" and worker["host"] == trainer["host"] and old[0] != old[1]:
             return (
-                f"NCCL cannot connect the trainer ({told[0]}) and worker {w} of engine {r} ({told[1]}; SGLang sets 0 "
+                f"NCCL cannot connect the trainer ({cumem[0]}) and worker {w} of engine {r} ({cumem[1]}; SGLang sets 0 "
                 f"where nothing is set): start both with the same {_CUMEM}, 0 or 1"
             )
     return ""
@@ -164,7 +155,7 @@ def clash(
 def assign(
     trainers: Sequence[Mapping[str, Any]], workers: Sequence[Sequence[Mapping[str, Any]]], apart: bool = False
 ) -> dict[WorkerId, tuple[int, str]]:
-    """For every worker the trainer rank that serves it, and over which transport. Ranks of neither side are compared.
+    """Choose for every worker the trainer rank that serves it, and the transport. Ranks of neither side are compared.
 
     Args:
         trainers: the `introduction` of every trainer rank.
@@ -174,6 +165,7 @@ def assign(
     """
     places: dict[WorkerId, tuple[int, str]] = {}
     turns = cycle(_side_by_side(trainers))
+    far = [name for name, transport in TRANSPORTS.items() if not transport.trainer.shares_memory]
     away: dict[tuple[int, str | int], int] = {}  # which rank serves an engine, or one worker, on a host that has none
     for r, replica in enumerate(workers):
         members: dict[int, set[str]] = {}
@@ -185,29 +177,26 @@ def assign(
                 rank = near[0][0] if near else away.get(unit, -1)
                 if rank < 0:
                     rank = away[unit] = next(turns)
-                # NCCL takes every GPU once in a group: whoever shares one, and no memory with its process, is left out.
                 group = members.setdefault(rank, {trainers[rank]["device"]})
-                unfit = worker["device"] in group or "cpu" in (trainers[rank]["device"], worker["device"])
+                kind = next(kind for kind in far if TRANSPORTS[kind].trainer.reaches(trainers[rank], worker, group))
                 group.add(worker["device"])
-                place = rank, "tcp" if unfit else "nccl"
+                place = rank, kind
             places[r, w] = place
     return places
 
 
 def _in_memory(near: Sequence[tuple[int, Mapping[str, Any]]], worker: Mapping[str, Any]) -> tuple[int, str] | None:
-    """Which rank of a worker's host shares memory with it, and how; None where none does."""
-    for rank, trainer in near:
-        if trainer["pid"] == worker["pid"]:
-            return rank, "local"
-    for rank, trainer in near:
-        if trainer["device"] == worker["device"]:
-            return rank, "shm" if worker["device"] == "cpu" else "ipc"
+    """Return the rank of a worker's host that shares memory with it, and the transport; None if none does."""
+    for kind, transport in TRANSPORTS.items():
+        for rank, trainer in near if transport.trainer.shares_memory else ():
+            if transport.trainer.reaches(trainer, worker, ()):
+                return rank, kind
     return None
 
 
 def _side_by_side(trainers: Sequence[Mapping[str, Any]]) -> list[int]:
-    """All ranks, in the order in which they begin to serve other hosts: first one of each host, as each has a network
-    card of its own."""
+    """Return all ranks in the order in which they begin to serve other hosts: first one of each host, as each host has
+    a network card of its own."""
     before: dict[str, int] = {}
     order = []
     for rank, trainer in enumerate(trainers):

@@ -2,13 +2,13 @@
 
 The secret travels over the engine's control plane. Each side proves that it knows it (HMAC-SHA256 over a nonce of
 either side), and both derive a key for each direction. From then on every frame carries a MAC (keyed BLAKE2b over its
-number, its words, and the digest of what it carries): a frame that somebody forged, repeated, left out or put elsewhere
-is refused. Frames have one size, and what a frame carries is read into memory of a size that was known before: nothing
-off the network decides what is allocated, and nothing is unpickled. It is not encrypted, as NCCL's connections are not.
+number, its words, and the digest of its data): a frame that is forged, repeated, left out or moved is refused. Frames
+have one size, and data is read into memory of a size that was known before: nothing from the network decides what is
+allocated, and nothing is unpickled. It is not encrypted, like NCCL's connections.
 
-A host that is gone shows: the kernel asks every few seconds whether the other one's is still there, and gives up after
-`SILENT_S`, also when what was sent is not taken. A process that computes for long is not gone: its kernel answers.
-(Sizes of the socket's buffers are left to the kernel, which makes them larger than it would let us ask for.)
+A host that is gone is noticed: the kernel probes the other one every few seconds, and gives up after `SILENT_S`, also
+if sent data is not acknowledged. A process that computes for long is not gone: its kernel answers. (The kernel sizes
+the socket's buffers, and makes them larger than it would let us ask for.)
 """
 
 from __future__ import annotations
@@ -34,23 +34,22 @@ from .liveness import TransferAborted
 SILENT_S = 30
 """Seconds without a sign of the other host, after which it is gone."""
 GREETING_S = 10.0
-"""Seconds for a greeting: a stranger who says nothing is shown out."""
+"""Seconds for a greeting; a connection that has sent none is closed."""
 PIECE = 1 << 22
 """Bytes that are digested at a time, by several threads."""
 _FRAME = struct.Struct("<BQQQ")
 _MAC = 32
 _PROTOCOL = b"lora_merge 1"
-"""Whoever speaks another one is a stranger."""
 _NONCE = 32
 _PLACE = struct.Struct("<II")
 _LINKS: weakref.WeakSet[TcpLink] = weakref.WeakSet()
 
 
 class Kind(IntEnum):
-    """What a frame says. To the trainer: WHICH, TAKE. To the worker: the others."""
+    """What a frame means. To the trainer: WHICH, TAKE. To the worker: the others."""
 
     READY = 1
-    """Whoever takes buckets for this host has come."""
+    """The worker that takes buckets for this host is connected."""
     WHICH = 2
     """Which transfer is under way?"""
     NOW = 3
@@ -58,19 +57,15 @@ class Kind(IntEnum):
     TAKE = 4
     """There is room for a bucket."""
     BUCKET = 5
-    """It follows."""
+    """A bucket follows."""
     SENT = 6
-    """That was it: vouches for what came."""
+    """The bucket was sent; carries its digest."""
     ABORT = 7
     """No more comes of this transfer."""
 
 
 class Frame(NamedTuple):
-    """One message.
-
-    Args:
-        transfer, bucket, nbytes: of the bucket that it is about; 0 where it is about none.
-    """
+    """One message; transfer, bucket and nbytes are 0 if it is about no bucket."""
 
     kind: Kind
     transfer: int = 0
@@ -79,12 +74,12 @@ class Frame(NamedTuple):
 
 
 class TcpLink:
-    """One end of a connection, after the greeting. One thread sends and receives; `close` is for any.
+    """One end of a connection, after the greeting. One thread sends and receives; any may call `close`.
 
     Args:
         connection: to the other process.
-        ours, theirs: keys of what goes out and of what comes in.
-        other: who is at the other end, in words.
+        ours, theirs: keys of what is sent and of what is received.
+        other: the other end, in words.
     """
 
     def __init__(self, connection: socket.socket, ours: bytes, theirs: bytes, other: str) -> None:
@@ -94,7 +89,7 @@ class TcpLink:
         _LINKS.add(self)
 
     def send(self, frame: Frame, digest: bytes = b"") -> None:
-        """Send a frame; `digest` is of what it vouches for."""
+        """Send a frame, and a digest with it."""
         words = _FRAME.pack(*frame)
         self._write(words + self._mac(0, words, digest))
 
@@ -102,7 +97,7 @@ class TcpLink:
         """Wait for a frame.
 
         Raises:
-            TransferAborted: the connection broke, or the frame is none of the other side's.
+            TransferAborted: the connection broke, or the frame is not the other side's.
         """
         read = bytearray(_FRAME.size + _MAC)
         self._read(memoryview(read))
@@ -113,22 +108,13 @@ class TcpLink:
         return Frame(Kind(kind), *numbers)
 
     def send_bucket(self, frame: Frame, data: memoryview, digests: Sequence[Future[bytes]]) -> None:
-        """Send a bucket.
-
-        Args:
-            frame: that announces it.
-            digests: of `data`: see `digest`.
-        """
+        """Send a bucket: the frame that announces it, its data, and the digests of that (see `digest`)."""
         self.send(frame)
         self._write(data)
         self.send(frame._replace(kind=Kind.SENT), joined(digests))
 
     def receive_bucket(self, frame: Frame, data: memoryview) -> None:
-        """Receive what a frame announced; it was checked by then.
-
-        Raises:
-            TransferAborted: the connection broke, or it is not what the other side sent.
-        """
+        """Receive the bucket that a frame announced; raise `TransferAborted` if it is not what the other side sent."""
         digests = []
         for piece in _pieces(data):
             self._read(piece)
@@ -136,8 +122,8 @@ class TcpLink:
         if self.receive(joined(digests)) != frame._replace(kind=Kind.SENT):
             raise TransferAborted(f"{self._other} sent something else than the bucket that it announced")
 
-    def look(self) -> None:
-        """Raise `TransferAborted` where the other side is gone, of which nothing is awaited at the moment."""
+    def check(self) -> None:
+        """Raise `TransferAborted` if the other side, which has nothing to say now, is gone."""
         try:
             asked = select.poll()  # `select` takes no descriptor above 1023
             asked.register(self._socket, select.POLLIN)
@@ -149,19 +135,19 @@ class TcpLink:
             raise TransferAborted(f"{self._other} spoke out of turn")
 
     def close(self) -> None:
-        """End the connection, under whoever waits in it."""
+        """End the connection, also under a thread that waits in it."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        # Its descriptor goes with this: a thread that is in a call would go on with whatever had the number next.
+        # The descriptor is closed with this object: a thread in a call would go on with the next one of that number.
 
     def forget(self) -> None:
-        """In a process that was forked off: else the connection would outlive the process whose it is."""
+        """Close the descriptor in a forked process, which would keep the connection alive."""
         self._socket.close()
 
     def _mac(self, direction: int, words: bytes, digest: bytes) -> bytes:
         number = self._counts[direction] = self._counts[direction] + 1
-        said = number.to_bytes(8, "little") + words + digest
-        return hashlib.blake2b(said, key=self._keys[direction], digest_size=_MAC).digest()
+        content = number.to_bytes(8, "little") + words + digest
+        return hashlib.blake2b(content, key=self._keys[direction], digest_size=_MAC).digest()
 
     def _write(self, data: bytes | memoryview) -> None:
         try:
@@ -182,16 +168,12 @@ class TcpLink:
 
 
 def digest(data: memoryview, ready: Callable[[], object] = lambda: None) -> list[Future[bytes]]:
-    """Of each piece of some data; made by other threads.
-
-    Args:
-        ready: returns when there is something to digest.
-    """
+    """Digest each piece of some data in other threads, once `ready` has returned."""
     return [_pool().submit(_digest, piece, ready) for piece in _pieces(data)]
 
 
 def joined(digests: Sequence[Future[bytes]]) -> bytes:
-    """One digest of all pieces."""
+    """Return one digest of all pieces."""
     return hashlib.blake2b(b"".join(piece.result() for piece in digests), digest_size=_MAC).digest()
 
 
@@ -213,19 +195,12 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def secret_of(secret: bytes, place: tuple[int, int]) -> bytes:
-    """That of one worker: no worker can pass for another one."""
+    """Return the secret of one worker, so that none can pass for another one."""
     return hmac.digest(secret, _PROTOCOL + _PLACE.pack(*place), "sha256")
 
 
 def welcome(connection: socket.socket, secret: bytes) -> tuple[tuple[int, int], TcpLink] | None:
-    """Greet whoever has connected.
-
-    Args:
-        secret: from which that of each worker is made.
-
-    Returns:
-        which worker it is, and the link; None for a stranger.
-    """
+    """Greet a connection; return the worker and the link, or None if it does not know its secret (`secret_of`)."""
     try:
         with _greeting(connection):
             nonce = secrets.token_bytes(_NONCE)
@@ -244,15 +219,8 @@ def welcome(connection: socket.socket, secret: bytes) -> tuple[tuple[int, int], 
 
 
 def reach(address: str, port: int, secret: bytes, place: tuple[int, int]) -> TcpLink:
-    """Connect to a trainer.
-
-    Args:
-        secret: of this worker.
-        place: of this worker.
-
-    Raises:
-        TransferAborted: it is not reached, or whoever listens there is somebody else.
-    """
+    """Connect a worker, by its secret, to a trainer; raise `TransferAborted` if the trainer cannot be reached, or
+    another process listens there."""
     try:
         connection = socket.create_connection((address, port), SILENT_S)
     except OSError as error:
@@ -277,7 +245,7 @@ def reach(address: str, port: int, secret: bytes, place: tuple[int, int]) -> Tcp
 
 
 def watched(connection: socket.socket) -> None:
-    """From now on the kernel notices when the other host is gone, and ends every call on this connection."""
+    """Have the kernel end every call on this connection when the other host is gone."""
     every = max(1, SILENT_S // 4)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every)
@@ -288,7 +256,7 @@ def watched(connection: socket.socket) -> None:
 
 @contextlib.contextmanager
 def _greeting(connection: socket.socket) -> Iterator[None]:
-    """A connection with a limit for what is said in here; without one afterwards."""
+    """Limit the time of a connection's calls in a block."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     watched(connection)
     connection.settimeout(GREETING_S)
@@ -297,22 +265,19 @@ def _greeting(connection: socket.socket) -> Iterator[None]:
 
 
 def _keys(secret: bytes, said: bytes) -> list[bytes]:
-    """Of what goes to the worker, and of what goes to the trainer."""
+    """Return the keys of what goes to the worker, and of what goes to the trainer."""
     return [hmac.digest(secret, to + said, "sha256") for to in (b"to the worker", b"to the trainer")]
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
-    """So many bytes, in `GREETING_S` altogether."""
+    """Read `count` bytes, in `GREETING_S` altogether."""
     read, end = bytearray(count), time.monotonic() + GREETING_S
     _fill(connection, memoryview(read), end)
     return bytes(read)
 
 
 def _fill(connection: socket.socket, into: memoryview, end: float | None = None) -> None:
-    """Read as many bytes as there is room for.
-
-    Args:
-        end: until when.
+    """Fill memory, until the time `end`.
 
     Raises:
         EOFError: the other side closed the connection.

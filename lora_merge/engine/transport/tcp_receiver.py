@@ -1,8 +1,8 @@
-"""A worker's end of buckets over plain sockets; the trainer's is outbox.py.
+"""`tcp`, a worker's end: buckets over plain sockets. The trainer's end is tcp_sender.py.
 
 A thread of the worker that leads on a host asks for a bucket whenever there is room for one, receives it, and publishes
-it to the others of that host. With several workers there its two buffers are in shared memory, beside a mailbox as the
-one of `transport`, whose words carry the number of the transfer: that is what the others ask the trainer for.
+it to the others on that host. If there are others, its two buffers are in shared memory, beside a mailbox like that of
+mailbox.py, whose words carry the number of the transfer, too: the others ask the trainer for that number.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .base import WorkerEnd
 from .liveness import TransferAborted, alive, error_text, wait_until
+from .mailbox import ABORTED, DONE, FILLED, LEFT, PID, WORDS, WORKERS
 from .memory import SharedMemory, bytes_of, host_buffers, shared_path
-from .routing import ABORTED, DONE, FILLED, LEFT, PID, WORDS, WORKERS
 from .tcp_link import Frame, Kind, TcpLink, reach
 
 _GAVE_UP = "the trainer gave up in the middle of a push"
@@ -27,22 +28,19 @@ _PAGE = 4096
 """Bytes: the buffers in shared memory begin at a page behind the mailbox."""
 
 
-class TcpReceiver:
+class TcpReceiver(WorkerEnd):
     """A worker's end.
 
-    Args:
-        channel: this worker's `TcpSender.channel`.
-        nbytes: of a buffer.
-        device: of the worker.
-
     Raises:
-        TransferAborted: the trainer is not reached, or has given up.
+        TransferAborted: the trainer cannot be reached, or has given up.
         InvalidInput: there is not enough shared memory.
     """
 
-    def __init__(self, channel: Mapping[str, Any], nbytes: int, device: torch.device) -> None:
-        self._at, self._members, self._device = channel["at"], channel["members"], device
-        self._nbytes, self._why = nbytes, ""
+    once = True
+
+    def __init__(self, channel: Mapping[str, Any], device: torch.device) -> None:
+        super().__init__(channel, device)
+        self._at, self._members, self._why = channel["at"], channel["members"], ""
         self._file: SharedMemory | None = None
         self._link: TcpLink | None = None
         self._box: Any = None  # int64
@@ -52,14 +50,14 @@ class TcpReceiver:
         self._thread: threading.Thread | None = None
         try:
             if self._leads:
-                self._prepare(channel["shared"])  # before the others hear that it is there
+                self._prepare(channel["shared"])  # before the trainer tells the others that it exists
             self._link = link = _reached(channel)
-            _told(link, Kind.READY)
+            _answer(link, Kind.READY)
             if not self._leads:
                 self._prepare(channel["shared"])
             self._sign()
             if device.type != "cpu":
-                self._bucket = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                self._bucket = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
         except BaseException:
             self.close()
             raise
@@ -78,7 +76,7 @@ class TcpReceiver:
             self._file.hide()  # all have mapped it: a crash leaves nothing behind
 
     def _prepare(self, name: str) -> None:
-        """The mailbox and the buffers: the leader's own, and the others' if there are any."""
+        """Make the mailbox and the buffers, or map the leader's."""
         words, cuda = WORKERS + WORDS * self._members, self._device.type == "cuda"
         begin = -(-8 * words // _PAGE) * _PAGE
         if self._members == 1:
@@ -93,29 +91,23 @@ class TcpReceiver:
             self._unpin = weakref.finalize(self, _pin(data))
         self._buffers = list(data.split(self._nbytes))
 
-    def take(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """The buckets of a transfer, of these sizes: on the worker's device, to be read until the next one is asked
-        for; work on the current stream counts.
-
-        Raises:
-            TransferAborted: no more comes.
-        """
-        link, box = self._link, self._box
+    def take(self, sizes: Mapping[int, int], apart: Container[int]) -> Iterator[Tensor]:
+        link, box, due = self._link, self._box, list(sizes.values())
         if link is None:
             raise TransferAborted("this channel is closed; push again")
         try:
             link.send(Frame(Kind.WHICH))
-            number = _told(link, Kind.NOW).transfer
+            number = _answer(link, Kind.NOW).transfer
         except Exception as error:
             if self._leads:
                 self._tell(error)
             raise
         if self._leads:
-            self._thread = threading.Thread(target=self._receive, args=(link, number, sizes), daemon=True)
+            self._thread = threading.Thread(target=self._receive, args=(link, number, due), daemon=True)
             self._thread.start()
-        for index, size in enumerate(sizes):
+        for index, size in enumerate(due):
             mark = _mark(number, index + 1)
-            wait_until(lambda: box[FILLED] >= mark or box[ABORTED], self._look)  # noqa: B023, it is called at once
+            wait_until(lambda: box[FILLED] >= mark or box[ABORTED], self._check_leader)  # noqa: B023, called at once
             if box[FILLED] < mark:
                 raise TransferAborted(self._why or _ABORTED[int(box[ABORTED])])
             data = self._buffers[index % 2]
@@ -131,7 +123,6 @@ class TcpReceiver:
             self._thread.join()
 
     def leave(self) -> None:
-        """Note that this worker takes no more buckets, of any transfer."""
         if self._box is not None and self._leads:
             self._give_up(_FAILED)
         elif self._box is not None:
@@ -140,7 +131,7 @@ class TcpReceiver:
             self._link.close()
 
     def close(self) -> None:
-        """Let go of everything; a bucket that is on its way is not waited for."""
+        """Free everything, without waiting for a bucket that is on its way."""
         self.leave()
         if self._thread is not None:
             self._thread.join()
@@ -150,23 +141,23 @@ class TcpReceiver:
             self._file.hide()
         self._box, self._buffers, self._bucket, self._file, self._link = None, [], None, None, None
 
-    def _look(self) -> None:
-        """Raise `TransferAborted` where the worker that takes buckets for this host is gone."""
+    def _check_leader(self) -> None:
+        """Raise `TransferAborted` if the worker that takes buckets for this host has died."""
         if not alive(int(self._box[WORKERS + PID])):
             raise TransferAborted(_ABORTED[_FAILED])
 
     # The leader's thread
 
     def _receive(self, link: TcpLink, number: int, sizes: Sequence[int]) -> None:
-        """Ask for buckets as there is room, and publish them."""
+        """Ask for buckets when there is room, and publish them."""
         box, before = self._box, int(self._box[FILLED])
         try:
             for index, size in enumerate(sizes):
-                self._room(before if index < 2 else _mark(number, index - 1))
+                self._wait_for_room(before if index < 2 else _mark(number, index - 1))
                 frame = Frame(Kind.TAKE, number, index)
                 link.send(frame)
                 bucket = Frame(Kind.BUCKET, number, index, size)
-                if _told(link, Kind.BUCKET) != bucket:
+                if _answer(link, Kind.BUCKET) != bucket:
                     raise TransferAborted("the trainer sends another bucket than the one that is due")
                 link.receive_bucket(bucket, bytes_of(self._buffers[index % 2])[:size])
                 box[FILLED] = _mark(number, index + 1)
@@ -174,23 +165,23 @@ class TcpReceiver:
             self._tell(error)
 
     def _tell(self, error: BaseException) -> None:
-        """Tell the others on this host why no more comes, before `leave` says that this worker failed."""
+        """Tell the others on this host why no more comes, before `leave` reports that this worker failed."""
         self._why = str(error) if isinstance(error, TransferAborted) else error_text(error)
         self._give_up(_TRAINER if self._why == _GAVE_UP else _BROKE)
 
-    def _room(self, mark: int) -> None:
-        """Wait until everybody on this host is done with what lies where the next bucket goes."""
+    def _wait_for_room(self, mark: int) -> None:
+        """Wait until every worker on this host is done with the buffer of the next bucket."""
         box, ours = self._box, [WORKERS + WORDS * at for at in range(self._members)]
 
         def free() -> bool:
             return bool(box[ABORTED]) or all(box[at + DONE] >= mark or box[at + LEFT] for at in ours)
 
-        def look() -> None:
+        def note_dead() -> None:
             for at in ours:
                 if box[at + PID] and not alive(int(box[at + PID])):
                     box[at + LEFT] = 1
 
-        wait_until(free, look)
+        wait_until(free, note_dead)
         if box[ABORTED]:
             raise TransferAborted(_ABORTED[int(box[ABORTED])])
 
@@ -204,7 +195,7 @@ _ABORTED = {
     _BROKE: "the connection to the trainer broke in the middle of a push",
     _FAILED: "the worker that takes the buckets for this host failed, or died, in the middle of a push",
 }
-"""Why no more comes, as the leader says it to the others."""
+"""Why no more comes, by the word that the leader writes for the others."""
 
 
 def _reached(channel: Mapping[str, Any]) -> TcpLink:
@@ -212,12 +203,8 @@ def _reached(channel: Mapping[str, Any]) -> TcpLink:
     return reach(channel["address"], channel["port"], bytes.fromhex(channel["secret"]), (r, w))
 
 
-def _told(link: TcpLink, wanted: Kind) -> Frame:
-    """What the trainer says.
-
-    Raises:
-        TransferAborted: that it gives up, or something else than what is due.
-    """
+def _answer(link: TcpLink, wanted: Kind) -> Frame:
+    """Return the trainer's answer; raise `TransferAborted` if it gives up, or answers something else than `wanted`."""
     answer = link.receive()
     if answer.kind == Kind.ABORT:
         raise TransferAborted(_GAVE_UP)
@@ -227,12 +214,12 @@ def _told(link: TcpLink, wanted: Kind) -> Frame:
 
 
 def _mark(number: int, count: int) -> int:
-    """So many buckets of a transfer, as a word of the mailbox: more than any of the transfers before."""
+    """Return a count of buckets as a word of the mailbox: larger than any of the transfers before."""
     return number << 32 | count
 
 
 def _pin(data: Tensor) -> Callable[[], object]:
-    """Pin shared memory: what undoes it."""
+    """Pin shared memory; return a function that undoes it."""
     runtime, address = torch.cuda.cudart(), data.data_ptr()
     torch.cuda.check_error(runtime.cudaHostRegister(address, data.numel(), 0))
     return partial(runtime.cudaHostUnregister, address)

@@ -1,12 +1,10 @@
-"""The trainer's end of buckets over plain sockets, to hosts that share neither memory nor an NCCL group with it; the
-workers' is inbox.py.
+"""`tcp`, the trainer's end: buckets over plain sockets, to hosts that share neither memory nor an NCCL group with it.
+The workers' end is tcp_receiver.py.
 
-Every worker has a link to the trainer's rank that serves it (links.py), which listens until all have come. Of an
-engine's workers on one host the first one leads: it asks for a bucket whenever it has room for one, and publishes it
-where the others of that host read it, too. So a bucket crosses to a host once.
-
-As a worker asks for each bucket, nothing is on its way that nobody has room for, and one that leaves just closes its
-link. Buckets of a GPU go through pinned memory on either side.
+Every worker has a link (tcp_link.py) to the trainer's rank that serves it, which listens until all are connected. Of an
+engine's workers on one host the first one leads: it asks for a bucket whenever it has room for one, and publishes it to
+the others on that host. So a bucket crosses to a host once, nothing is sent that nobody has room for, and a worker
+leaves by closing its link. Buckets of a GPU go through pinned memory on either side.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,24 +22,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .base import Gone, Setup, TrainerEnd, WorkerId, nobody
 from .liveness import CHECK_S, TransferAborted
 from .memory import bytes_of, host_buffers
 from .rendezvous import listen
-from .routing import WorkerId, nobody
 from .tcp_link import GREETING_S, Frame, Kind, TcpLink, digest, secret_of, welcome
 
 STRANGERS = 64
-"""Who has connected and not greeted yet: of more, the first one is shown out."""
+"""Connections that have not greeted yet; the oldest is closed if there are more."""
 
 
 class _Filled(NamedTuple):
-    """A bucket to be sent.
-
-    Args:
-        data: its bytes.
-        ready: returns when they are there.
-        digests: of its pieces.
-    """
+    """A bucket to be sent, once `ready` has returned; `digests` of its pieces."""
 
     data: memoryview
     ready: Callable[[], object]
@@ -53,10 +45,10 @@ class _Member:
     """A worker as the trainer sees it.
 
     Args:
-        leader: who takes the buckets for its host.
-        link: once it has come.
+        leader: takes the buckets for its host.
+        link: None until it is connected.
         due: buckets of this transfer that it takes, of those that were handed over so far.
-        sent: how many of these have gone out.
+        sent: how many of these were sent.
     """
 
     leader: WorkerId
@@ -66,24 +58,23 @@ class _Member:
     sent: int = 0
 
 
-class TcpSender:
-    """The trainer's end: hands buckets to workers as they ask for them.
-
-    Args:
-        address: at which it listens.
-        hosts: of each worker.
-        nbytes: of a buffer.
-        device: of the buckets.
+class TcpSender(TrainerEnd):
+    """The trainer's end: sends buckets to workers as they ask for them. Without its host in `Setup.hosts`, a worker has
+    a host to itself.
 
     Attributes:
-        nbytes: bytes of buckets that have gone out so far.
+        nbytes: bytes of buckets that were sent so far.
 
     Raises:
         InvalidInput: this machine has no such address.
     """
 
-    def __init__(self, address: str, hosts: Mapping[WorkerId, str], nbytes: int, device: torch.device) -> None:
-        self._secret, self._address = os.urandom(32), address
+    has_threads = True
+
+    def __init__(self, setup: Setup, places: Sequence[WorkerId]) -> None:
+        super().__init__(setup, places)
+        self._secret, self._address = os.urandom(32), setup.address
+        hosts = {place: setup.hosts.get(place, str(place)) for place in places}
         first: dict[tuple[int, str], WorkerId] = {}
         leaders = {place: first.setdefault((place[0], host), place) for place, host in hosts.items()}
         self._members = {place: _Member(leader) for place, leader in leaders.items()}
@@ -95,31 +86,35 @@ class TcpSender:
         self._past = 0
         self._greeted: list[socket.socket] = []
         self.nbytes = 0
-        self._pinned = host_buffers(nbytes, pinned=True) if device.type == "cuda" else []
-        self._listening = listen(address)
+        self._pinned = host_buffers(setup.nbytes, pinned=True) if setup.device.type == "cuda" else []
+        self._listening = listen(setup.address)
         self._port = self._listening.getsockname()[1]
         self._threads: list[threading.Thread] = []
         self._run(self._accept)
 
+    @staticmethod
+    def reaches(trainer: Mapping[str, Any], worker: Mapping[str, Any], group: Collection[str]) -> bool:
+        return True
+
+    @staticmethod
+    def shared_with(
+        place: WorkerId, peers: Mapping[WorkerId, str], hosts: Mapping[WorkerId, str]
+    ) -> Collection[WorkerId]:
+        # A bucket comes to a host once.
+        return {at for at in peers if (at[0], hosts.get(at)) == (place[0], hosts.get(place))}
+
     def channel(self, place: WorkerId) -> dict[str, Any]:
-        """How this worker's `TcpReceiver` reaches it: JSON values. Whoever has them is heard as this worker."""
+        # Whoever has these values is heard as this worker.
         leader = self._members[place].leader
         together = [other for other, member in self._members.items() if member.leader == leader]
         return {"address": self._address, "port": self._port, "secret": secret_of(self._secret, place).hex()} | {
             "place": list(place), "at": together.index(place), "members": len(together), "shared": self._shared[leader]
         }  # fmt: skip
 
-    def connect(self, gone: Callable[[], set[int]] = nobody) -> None:
-        """Wait until all workers have come. From then on nobody else can connect.
-
-        Args:
-            gone: replicas whose control call has ended in which workers come.
-
-        Raises:
-            TransferAborted: a worker did not.
-        """
+    def connect(self, gone: Gone = nobody) -> None:
+        """Wait until all workers have connected. From then on nobody else can."""
         while True:
-            ended = gone()  # asked first: a worker comes before its control call ends
+            ended = gone()  # asked first: a worker connects before its control call ends
             with self._changed:
                 lacking = [place for place, member in self._members.items() if member.link is None]
                 left = [place for place, member in self._members.items() if member.lost]
@@ -133,22 +128,15 @@ class TcpSender:
                 self._changed.wait(CHECK_S)
         self._shut()
 
-    def announce(self) -> None:
-        """A transfer begins."""
+    def begin(self) -> None:
         with self._changed:
             self._number, self._aborted = self._number + 1, False
             self._filled, self._past = {}, 0
             for member in self._members.values():
                 member.due, member.sent = [], 0
 
-    def hand(self, turn: int, data: Tensor, recipients: Container[WorkerId]) -> None:
-        """Queue a bucket for sending.
-
-        Args:
-            turn: its number in this transfer.
-            data: uint8; stays as it is until `wait` has returned for it. Work on the current stream counts.
-            recipients: workers that take it: it goes to each host that has one.
-        """
+    def hand(self, turn: int, data: Tensor, recipients: Collection[WorkerId], last: bool = False) -> None:
+        """Queue a bucket for sending to each host that has a recipient."""
         leaders = {member.leader for place, member in self._members.items() if place in recipients}
         if not leaders:
             return
@@ -163,13 +151,7 @@ class TcpSender:
                 self._members[leader].due.append(turn)
             self._changed.notify_all()
 
-    def wait(self, turn: int, gone: Callable[[], set[int]], stopped: Callable[[], bool]) -> None:
-        """Wait until everybody who is still there has the buckets up to this one.
-
-        Args:
-            gone: replicas whose control call has ended, or that have none.
-            stopped: nobody is waited for any more.
-        """
+    def reclaim(self, turn: int, gone: Gone, stopped: Callable[[], bool]) -> None:
         while not stopped():
             left = gone()
             with self._changed:
@@ -185,8 +167,12 @@ class TcpSender:
             self._past = turn + 1
             self._filled.pop(turn, None)
 
-    def abort(self) -> None:
-        """End this transfer. Workers that have not connected yet cannot any more."""
+    def finish(self, count: int, gone: Gone, stopped: Callable[[], bool]) -> None:
+        if count:
+            self.reclaim(count - 1, gone, stopped)
+
+    def abort(self, reason: str = "") -> None:
+        """End this transfer. Workers that are not connected yet cannot connect any more."""
         self._shut()
         with self._changed:
             self._aborted = True
@@ -196,7 +182,6 @@ class TcpSender:
             self.close()
 
     def close(self) -> None:
-        """End all connections."""
         self._shut()
         with self._changed:
             self._closed, self._filled = True, {}
@@ -223,7 +208,7 @@ class TcpSender:
         thread.start()
 
     def _accept(self) -> None:
-        with suppress(OSError):  # it was shut
+        with suppress(OSError):  # closed
             while True:
                 connection, _ = self._listening.accept()
                 with self._changed:
@@ -233,22 +218,22 @@ class TcpSender:
                 self._run(self._meet, connection)
 
     def _meet(self, connection: socket.socket) -> None:
-        """Somebody has connected."""
-        came = welcome(connection, self._secret)
+        """Greet a connection, and serve it if it is a worker's."""
+        place, link = welcome(connection, self._secret) or (None, None)
         with self._changed:
             self._greeted = [other for other in self._greeted if other is not connection]
-            member = self._members.get(came[0]) if came is not None else None
-            if came is None or member is None or member.link is not None or self._closed:
+            member = self._members.get(place) if place is not None else None
+            if link is None or member is None or member.link is not None or self._closed:
                 connection.close()
                 return
-            member.link = came[1]
+            member.link = link
             self._changed.notify_all()
         try:
-            self._serve(member, came[1])
+            self._serve(member, link)
         except TransferAborted:
             pass
         finally:
-            came[1].close()
+            link.close()
             with self._changed:
                 member.lost = True
                 self._changed.notify_all()
@@ -269,10 +254,10 @@ class TcpSender:
                 raise TransferAborted(f"a worker says {asked.kind.name}")
 
     def _send(self, member: _Member, link: TcpLink, asked: Frame) -> None:
-        """Answer who has room for a bucket."""
+        """Answer a worker that has room for a bucket."""
 
         def over() -> bool:
-            # What is past was not waited for on behalf of an engine whose control call has ended.
+            # Buckets in the past were not kept for an engine whose control call has ended.
             if self._aborted or self._number != asked.transfer:
                 return True
             return asked.bucket < len(member.due) and member.due[asked.bucket] < self._past
@@ -295,20 +280,20 @@ class TcpSender:
             self._changed.notify_all()
 
     def _until(self, ready: Callable[[], bool], link: TcpLink) -> None:
-        """Wait for something while nothing is due from the other side of a link."""
+        """Wait for something while the other side of a link has nothing to say."""
         with self._changed:
             while not ready():
                 if self._closed:
                     raise TransferAborted("the channel was closed")
-                link.look()
+                link.check()
                 self._changed.wait(CHECK_S)
 
 
 def _at_once() -> None:
-    """Nothing has to be waited for."""
+    """Return: nothing has to be waited for."""
 
 
 def _hang_up(connection: socket.socket) -> None:
-    """Close a socket while another thread waits in it."""
+    """End a socket's connection under a thread that waits in it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

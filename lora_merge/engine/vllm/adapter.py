@@ -1,4 +1,4 @@
-"""Adapter mode in vLLM's workers: its own `LoRAModel`, made of what came."""
+"""Adapter mode in vLLM's workers: its own `LoRAModel`, made of the tensors that came."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ADAPTER_ID = 2_020_202_020
 
 
 def unserved_modules(manager: Any, modules: Sequence[str]) -> list[str]:
-    """In the worker: modules (HF names) that vLLM has no LoRA layer for, and would pass over in silence; and those that
-    it takes apart (gate and up of GLM-4) where the checkpoint has one for all."""
+    """Return the modules (HF names) that vLLM has no LoRA layer for, and would pass over in silence, and those that it
+    splits (gate and up of GLM-4) where the checkpoint has one for all."""
     inner = manager._adapter_manager
     parts = {name for names in inner.packed_modules.values() for name in names}
     whole = {name for name in inner.modules if inner.packed_modules.get(name, [name]) == [name]}
@@ -24,7 +24,7 @@ def unserved_modules(manager: Any, modules: Sequence[str]) -> list[str]:
 
 
 def load_adapter(manager: Any, tensors: Mapping[str, Tensor], rank: int) -> None:
-    """In the worker: put an adapter in the place of the one before. alpha = r, because the scaling is in lora_B."""
+    """Load an adapter in place of the one before. alpha = r, because the scaling is in lora_B."""
     inner = manager._adapter_manager
     modules = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors})
     helper = internals.PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": modules})
@@ -46,12 +46,12 @@ def load_adapter(manager: Any, tensors: Mapping[str, Tensor], rank: int) -> None
 
 
 def remove_adapter(manager: Any) -> None:
-    """In the worker: take our adapter out, if it is there."""
+    """Remove this package's adapter if it is loaded."""
     manager._adapter_manager.remove_adapter(ADAPTER_ID)
 
 
 def _mapper(model: nn.Module) -> Any:
-    """vLLM's map from checkpoint names to its own, renames only."""
+    """Return vLLM's map from checkpoint names to its own, renames only."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     for narrow in ("get_rename_mapper", "get_unstacked_mapper"):
         if mapper is not None and hasattr(mapper, narrow):

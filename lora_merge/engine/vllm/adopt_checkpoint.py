@@ -1,30 +1,35 @@
-"""What a worker does where the base is what its engine started with, and nobody has pushed one: operations of the
-worker method, as in operations.py."""
+"""Worker operations that take the engine's own checkpoint for the base, as if it had been pushed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from ...stream.buckets import metas
 from ..state import OWN, WEIGHTS, State
-from ..worker import commands as operations
+from ..worker import commands
 from ..worker.merger import Merger
-from ..worker.session import Coming, WorkerSession
+from ..worker.operations import Operations
+from ..worker.session import IncomingPush, WorkerSession
 from .loading.checkpoint import Checkpoint, Kept, load_again
 
+OPERATIONS = Operations(commands.OPERATIONS)
+"""Those of a vLLM worker."""
 _KEPT: WeakKeyDictionary[Merger, Kept] = WeakKeyDictionary()
-"""The files that what a merger keeps is mapped from."""
+"""The files from which what a merger keeps is mapped."""
 
 
-def _adopt(worker: Any, session: WorkerSession, digest: str, update: str) -> dict[str, Any]:
+@OPERATIONS.register
+def adopt_checkpoint(worker: Any, session: WorkerSession, digest: str, update: str) -> dict[str, Any]:
     """Take the engine's own checkpoint for the base of updates, and keep what one of them needs of it. No weight
-    changes. Where the base cannot be brought back that was there, says so.
+    changes.
 
     Args:
-        digest: of the examined table of the base.
-        update: digest under which the update was told.
+        digest: of the table of the base, which had its dry run.
+        update: digest of the update, as for `check_update`.
+
+    Returns:
+        `lost`: whether the engine holds something else, so that `reload_checkpoint` has to come first.
     """
     held, merger, spec, table = session.state(), session.merger, session.updates[update], session.tables[digest]
     _check_kept(merger)
@@ -40,15 +45,18 @@ def _adopt(worker: Any, session: WorkerSession, digest: str, update: str) -> dic
         _KEPT[merger] = checkpoint.kept()
         merger.adopt(tensors)
     if merger is not session.merger:
-        session.own(merger)
+        session.adopt(merger)
     return {"lost": False}
 
 
-def _reload(worker: Any, session: WorkerSession, digest: str, update: str, state: dict[str, Any]) -> dict[str, Any]:
-    """Load the engine's own checkpoint again, as a full push would bring it; `commit` ends it.
+@OPERATIONS.register
+def reload_checkpoint(
+    worker: Any, session: WorkerSession, digest: str, update: str, state: dict[str, Any]
+) -> dict[str, Any]:
+    """Load the engine's own checkpoint again, like a full push; the engine is dirty from here to `commit`.
 
     Args:
-        digest, update: as of `own`.
+        digest, update: as for `adopt_checkpoint`.
         state: that it brings.
     """
     session.abort(None)
@@ -57,15 +65,16 @@ def _reload(worker: Any, session: WorkerSession, digest: str, update: str, state
     tensors = checkpoint.read(metas(table))
     session.begin("its checkpoint is being read again")
     session.loader.begin(report)
-    session.coming = Coming(report, digest, State(**state), merger := session.new_merger(digest, OWN))
+    session.incoming = IncomingPush(report, digest, State(**state), merger := session.new_merger(digest, OWN))
     load_again(session.loader, report, table, tensors)
     _KEPT[merger] = checkpoint.kept()  # nothing was written to them while they were read, either
     merger.adopt({name: tensors[name] for name in merger.wanted(session.updates[update])})
-    session.came()
+    session.note_complete()
     return {}
 
 
-def _unload(worker: Any, session: WorkerSession) -> dict[str, Any]:
+@OPERATIONS.register
+def unload(worker: Any, session: WorkerSession) -> dict[str, Any]:
     """Prepare to take off what was merged onto the engine's own checkpoint; nothing changes before `merge`."""
     held = session.state()
     if session.merger is None or not session.merger.own or held.kind not in WEIGHTS:
@@ -75,10 +84,11 @@ def _unload(worker: Any, session: WorkerSession) -> dict[str, Any]:
     return {}
 
 
-def _merge(worker: Any, session: WorkerSession, **message: Any) -> dict[str, Any]:
-    """As of operations.py; but what is kept for it may lie in files."""
+@OPERATIONS.register
+def merge(worker: Any, session: WorkerSession, **message: Any) -> dict[str, Any]:
+    """Merge as `commands.merge`, after a check of the files from which what is kept for it is mapped."""
     _check_kept(session.merger)
-    return operations.OPERATIONS["merge"](worker, session, **message)
+    return commands.merge(worker, session, **message)
 
 
 def _check_kept(merger: Merger | None) -> None:
@@ -89,11 +99,3 @@ def _check_kept(merger: Merger | None) -> None:
 
 def _checkpoint(worker: Any, session: WorkerSession) -> Checkpoint:
     return Checkpoint(worker.raw.vllm_config.load_config, worker.raw.model_config, session.modules.model)
-
-
-OPS: dict[str, Callable[..., dict[str, Any]]] = {
-    "adopt_checkpoint": _adopt,
-    "reload_checkpoint": _reload,
-    "unload": _unload,
-    "merge": _merge,
-}

@@ -1,7 +1,8 @@
 """vLLM's weight-transfer backend `lora_merge`: a name for `weight_transfer_config`, by which an engine is started for
-pushes (vLLM then picks layouts that can be loaded again). The pushes themselves go through the worker method of the
-same name: vLLM's own methods return nothing, and an error that one worker raises through them leaves the answers of the
-other workers to be read by the next call.
+pushes (vLLM then picks layouts that can be loaded again).
+
+Pushes go through the worker method of the same name. vLLM's own methods return nothing, and an error that one worker
+raises through them leaves the other workers' answers to be read by the next call.
 """
 
 from __future__ import annotations
@@ -28,6 +29,13 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """Nothing: `VllmSync` sends by itself."""
 
 
+def _refuse(*arguments: Any, **options: Any) -> NoReturn:
+    raise NotImplementedError(
+        "weights of the backend lora_merge come from lora_merge.VllmSync(model, engine).push(), not through vLLM's own "
+        "weight-transfer calls"
+    )
+
+
 class LoraMergeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Lets an engine be started with `WeightTransferConfig(backend="lora_merge")`; `VllmSync` does the rest."""
 
@@ -35,29 +43,8 @@ class LoraMergeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        _refuse()
-
-    def start_weight_update(self) -> None:
-        _refuse()
-
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        _refuse()
-
-    def finish_weight_update(self) -> None:
-        _refuse()
+    init_transfer_engine = start_weight_update = receive_weights = finish_weight_update = _refuse
+    trainer_send_weights = staticmethod(_refuse)  # vLLM 0.26 asks for it
 
     def shutdown(self) -> None:
         session_of(self.model, self.model_config, self.device).disconnect()
-
-    @staticmethod
-    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """vLLM 0.26 asks for this static method."""
-        _refuse()
-
-
-def _refuse() -> NoReturn:
-    raise NotImplementedError(
-        "weights of the backend lora_merge come from lora_merge.VllmSync(model, engine).push(), not through vLLM's own "
-        "weight-transfer calls"
-    )

@@ -15,13 +15,12 @@ from ..control.base import Call, Control, Unheard, judges
 from ..control.calls import EngineGone, watched, while_alive
 from ..control.http import NoRoute, Server
 from ..control.one_server import OneServer
-from .core import HOLDERS, NAME, STANDS, WRONG_MODE
-from .plugin import BACKEND, registered
+from .names import BACKEND, CALLS, HOLDERS, STILL_PAUSED, WORKER_METHOD, WRONG_MODE, other_backend, registered
 
 _OfCore: TypeAlias = dict[str, Callable[..., tuple[str, Sequence[Any]]]]
 _SYNCHRONOUS: _OfCore = {
     "paused": lambda: ("is_sleeping", ()),
-    "stands": lambda: (STANDS, ("is_sleeping",)),
+    "stands": lambda: (STILL_PAUSED, ("is_sleeping",)),
     "pause": lambda mode: ("sleep", (0, mode)),
     "resume": lambda: ("wake_up", (["scheduling"],)),
     "label": lambda version: ("set_weight_version?", (version,)),  # 0.26 has none
@@ -31,10 +30,10 @@ _SYNCHRONOUS: _OfCore = {
     "reset_media_caches": lambda: ("reset_encoder_cache", ()),
     "holders": lambda: (HOLDERS, ()),
 }
-"""What is asked of an engine, as `lora_merge_calls` names methods of its core."""
+"""Calls to an engine -> the core's methods, as `lora_merge_calls` takes them."""
 _ASYNCHRONOUS: _OfCore = _SYNCHRONOUS | {
     "paused": lambda: ("is_scheduler_paused", ()),
-    "stands": lambda: (STANDS, ("is_scheduler_paused",)),
+    "stands": lambda: (STILL_PAUSED, ("is_scheduler_paused",)),
     "pause": lambda mode: ("pause_scheduler", (mode, False)),
     "resume": lambda: ("resume_scheduler", ()),
 }
@@ -56,7 +55,7 @@ class LlmControl(Control):
         return False  # its client has one socket, for one thread
 
     def config(self) -> Any:
-        """The engine's `VllmConfig`, where this process has it; else None."""
+        """Return the engine's `VllmConfig` where this process has it; else None."""
         return getattr(self.engine, "vllm_config", None)
 
     def unfit(self) -> str:
@@ -72,7 +71,7 @@ class LlmControl(Control):
         return "" if transfer is None or transfer.backend == BACKEND else other_backend(transfer.backend)
 
     async def _ask(self, request: str) -> Sequence[str]:
-        return await self._call("collective_rpc", "lora_merge", args=(request,))
+        return await self._call("collective_rpc", WORKER_METHOD, args=(request,))
 
     async def paused(self) -> bool:
         return bool(await self._call("is_sleeping"))
@@ -121,7 +120,7 @@ class LlmControl(Control):
         return str(await self._call("engine_core.call_utility", HOLDERS))
 
     async def _tried(self) -> str:
-        """As `holders`, of an engine whose core cannot be asked: it has them where it cannot drop its blocks now."""
+        """Implement `holders` where the core cannot be asked: there are some if a reset of its blocks fails now."""
         try:
             done = await self.reset_prefix_cache(True, False)
         except Exception as error:
@@ -133,37 +132,37 @@ class LlmControl(Control):
     async def chain(self, calls: Sequence[Call], returned: list[Any] | None = None) -> list[Any]:
         if not all(call.method in ("rpc", *self._of_core) for call in calls) or not self._reaches_core():
             return await super().chain(calls, returned)
-        asked, reads = list[Sequence[Any]](), list[Callable[[Any], Any]]()
+        asked, readers = list[Sequence[Any]](), list[Callable[[Any], Any]]()
         for call, unless in zip(calls, judges(calls), strict=True):
             if call.method == "rpc":
                 number, request = self._request(call.arguments[0], call.options)
-                asked.append(["collective_rpc", ("lora_merge", None, (request,), {}), call.wanted, unless])
-                reads.append(partial(self._answers, number))
+                asked.append(["collective_rpc", (WORKER_METHOD, None, (request,), {}), call.wanted, unless])
+                readers.append(partial(self._answers, number))
             else:
                 asked.append([*self._of_core[call.method](*call.arguments), call.wanted, unless])
-                reads.append(_as_it_is)
+                readers.append(lambda found: found)
         try:
-            told = json.loads(await self._in_core(asked))
+            answer = json.loads(await self._in_core(asked))
         except EngineGone:
             raise
         except Exception as error:
             raise Unheard(f"{type(error).__name__}: {error}") from error
         returned = [] if returned is None else returned
-        for found, read in zip(told["returned"], reads, strict=False):  # fewer where one ended it
+        for found, read in zip(answer["returned"], readers, strict=False):  # fewer where one ended it
             returned.append(None if found is None else read(found))
-        if told["failed"]:
-            raise RuntimeError(f"a call to the engine failed: {told['failed']}")
+        if answer["failed"]:
+            raise RuntimeError(f"a call to the engine failed: {answer['failed']}")
         return returned
 
     def _reaches_core(self) -> bool:
-        """Whether its core, in another process, can be asked by `lora_merge_calls`."""
+        """Return True if `lora_merge_calls` can be called in the engine's core, in another process."""
         # The logger is told of some calls on their way.
         core, logs = getattr(self.engine, "engine_core", None), getattr(self.engine, "logger_manager", None)
         return bool(self.workers) and hasattr(core, "call_utility") and not logs
 
     async def _in_core(self, asked: Sequence[Sequence[Any]]) -> str:
-        """What `lora_merge_calls` returns."""
-        return str(await self._call("engine_core.call_utility", NAME, asked))
+        """Return the answer of `lora_merge_calls`."""
+        return str(await self._call("engine_core.call_utility", CALLS, asked))
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         call = partial(attrgetter(method)(self.engine), *args, **kwargs)
@@ -204,7 +203,7 @@ class AsyncControl(LlmControl):
         return hasattr(getattr(self.engine, "engine_core", None), "call_utility_async")
 
     async def _in_core(self, asked: Sequence[Sequence[Any]]) -> str:
-        return str(await self._call("engine_core.call_utility_async", NAME, asked))
+        return str(await self._call("engine_core.call_utility_async", CALLS, asked))
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return await watched(attrgetter(method)(self.engine)(*args, **kwargs), self.workers)
@@ -250,8 +249,8 @@ class RayControl(AsyncControl):
 
     @property
     def media(self) -> str | None:  # type: ignore[override]
-        there = hasattr(self.engine, "reset_encoder_cache")
-        return None if there else "an actor around an LLM does not offer its reset: make one around an AsyncLLM"
+        offered = hasattr(self.engine, "reset_encoder_cache")
+        return None if offered else "an actor around an LLM does not offer its reset: make one around an AsyncLLM"
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         import ray
@@ -271,11 +270,8 @@ class HttpControl(OneServer, LlmControl):
             handle, "is this the URL of a vLLM server, and was it started with VLLM_SERVER_DEV_MODE=1?"
         )
 
-    def config(self) -> Any:
-        return None
-
     async def _ask(self, request: str) -> Sequence[str]:
-        answer = self._server.post("collective_rpc", body={"method": "lora_merge", "args": [request]})
+        answer = self._server.post("collective_rpc", body={"method": WORKER_METHOD, "args": [request]})
         results = answer.get("results")
         if not isinstance(results, list) or not results or not all(map(_is_object, results)):
             raise self._server.unlike(answer)
@@ -322,7 +318,6 @@ class HttpControl(OneServer, LlmControl):
 
 
 def _is_object(answer: Any) -> bool:
-    """Whether something is JSON of an object, as workers answer."""
     try:
         return isinstance(json.loads(answer), dict)
     except (TypeError, ValueError):
@@ -330,28 +325,16 @@ def _is_object(answer: Any) -> bool:
 
 
 async def _stands(control: Control) -> bool:
-    """As `Control.stands`, of an engine whose core cannot be asked. One that is paused and generates all the same does
-    so in a pause that lets requests end first."""
+    """Implement `Control.stands` for an engine whose core cannot be asked. One that generates although it is paused
+    lets requests end first; wait for that."""
     if await control.paused() and await control.moves():
         await control.pause("wait")
     return await control.paused()
 
 
-def _as_it_is(found: Any) -> Any:
-    return found
-
-
-def other_backend(backend: str) -> str:
-    """What is wrong with an engine that was started for another weight-transfer backend."""
-    return (
-        f"was started for vLLM's weight-transfer backend {backend!r}: pass "
-        f'weight_transfer_config=WeightTransferConfig(backend="{BACKEND}"), or none'
-    )
-
-
 def control_of(engine: Any) -> Control:
-    """The control plane of a handle: an LLM, an AsyncLLM, a Ray actor, or a server's URL. One that is a control plane
-    already (a trainer's integration made it) is taken as it is.
+    """Return the control plane of a handle: an LLM, an AsyncLLM, a Ray actor, or a server's URL. A `Control` (made by a
+    trainer's integration) is returned as it is.
 
     Raises:
         InvalidInput: it is none of them.
@@ -359,8 +342,6 @@ def control_of(engine: Any) -> Control:
     if isinstance(engine, Control):
         return engine
     if isinstance(engine, str):
-        if not engine.startswith(("http://", "https://")):
-            raise InvalidInput(f"engine must be a URL like http://host:8000, got {engine!r}")
         return HttpControl(engine)
     if type(engine).__module__.startswith("ray."):
         return RayControl(engine)

@@ -1,8 +1,8 @@
-"""Methods of vLLM's engine core: `lora_merge_calls`, several of its calls in one message, and
-`lora_merge_end_wrong_mode_requests`, `lora_merge_stands` and `lora_merge_holders`, for what it does not do by itself.
+"""Methods that vLLM's engine core gets. `lora_merge_calls` makes several of the core's calls for one message; the
+others do what the core does not do by itself.
 
 A message to an engine in another process goes through six threads there and back, most of a millisecond, and a push
-has ten small calls. What one of them finds decides whether the next is made: so it is looked at here.
+has ten small calls. What one of them returns decides whether the next is made, so it is judged here.
 """
 
 from __future__ import annotations
@@ -14,23 +14,21 @@ from typing import Any
 
 from . import internals
 from .adapter import ADAPTER_ID
-
-NAME, WRONG_MODE = "lora_merge_calls", "lora_merge_end_wrong_mode_requests"
-STANDS, HOLDERS = "lora_merge_stands", "lora_merge_holders"
+from .names import CALLS, HOLDERS, STILL_PAUSED, WRONG_MODE
 
 
 def lora_merge_calls(core: Any, calls: Sequence[Sequence[Any]]) -> str | Future[str]:
-    """Make calls in their order, up to the first one that fails, or does not return what it has to.
+    """Make calls in order, up to the first that fails or does not return what it has to.
 
     Args:
         core: vLLM's `EngineCore`.
-        calls: of each the name of the core's method (of one that not every release has, with a "?" behind it: where it
-            is missing, that returns None); its arguments; a list of what it has to return for the next one to be made,
-            empty where that may be anything (workers that report an error always end it); and the number of an earlier
-            call, or None: where that returned something true, this one is not made, and returns None.
+        calls: each as (method, arguments, wanted, unless). method: of the core; the name of one that not every release
+            has ends with "?", and returns None where it is missing. wanted: what it has to return for the next call to
+            be made; empty for anything (workers that report an error always end the calls). unless: None, or the number
+            of an earlier call: if that returned something true, this one is not made, and returns None.
 
     Returns:
-        JSON: `returned` by those that were made, and, where the one after them has raised, `failed`: what it said.
+        JSON: `returned` by the calls that were made, and `failed`, the error of the one after them; "" for none.
     """
     done = _Calls(core, calls)
     done.go_on()
@@ -43,24 +41,24 @@ def lora_merge_end_wrong_mode_requests(core: Any, adapter: bool) -> None:
 
     Args:
         core: vLLM's `EngineCore`, which is paused.
-        adapter: whether adapter mode is the one from now on. Requests with other adapters of the user's stay.
+        adapter: True if adapter mode begins. Requests with other adapters of the user's stay.
     """
-    strangers = []
+    wrong_mode = []
     for name, request in core.scheduler.requests.items():
         lora = request.lora_request
         if lora is None if adapter else (lora is not None and lora.lora_int_id == ADAPTER_ID):
-            strangers.append(name)
-    ended = core.scheduler.finish_requests(strangers, internals.RequestStatus.FINISHED_ABORTED) if strangers else []
+            wrong_mode.append(name)
+    ended = core.scheduler.finish_requests(wrong_mode, internals.RequestStatus.FINISHED_ABORTED) if wrong_mode else []
     if ended and hasattr(core, "_send_abort_outputs"):
         core._send_abort_outputs(ended)
 
 
-def lora_merge_stands(core: Any, paused: str) -> bool | Future[bool]:
-    """Whether generation is paused, when it stands still: requests that its user's pause lets end first are waited for.
+def lora_merge_still_paused(core: Any, paused: str) -> bool | Future[bool]:
+    """Return True if generation is paused, once it stands still: a pause that lets requests end first is waited for.
 
     Args:
         core: vLLM's `EngineCore`.
-        paused: its method that says whether it is paused.
+        paused: name of its method that says whether it is paused.
     """
 
     def now() -> bool:
@@ -86,7 +84,7 @@ def lora_merge_stands(core: Any, paused: str) -> bool | Future[bool]:
 
 def lora_merge_holders(core: Any) -> str:
     """Return the ids of requests whose blocks vLLM cannot take from them: those that wait for more of their input
-    (streaming-input sessions), or for blocks of other engines. Running ones give theirs up when its prefix cache is
+    (streaming-input sessions), or for blocks of other engines. Running ones release theirs when its prefix cache is
     reset.
 
     Args:
@@ -99,8 +97,7 @@ def lora_merge_holders(core: Any) -> str:
 
 
 class _Calls:
-    """Calls under way; where one of them ends later (vLLM pauses when its requests have come to a stop), so do the
-    others."""
+    """Calls under way. Where one ends later (vLLM pauses when its requests have stopped), so do those after it."""
 
     def __init__(self, core: Any, calls: Sequence[Sequence[Any]]) -> None:
         self._core, self._left = core, list(calls)
@@ -129,7 +126,7 @@ class _Calls:
 
     def _method(self, name: str) -> Callable[..., Any]:
         if name.endswith("?") and not hasattr(self._core, name[:-1]):
-            return _nothing
+            return lambda *arguments: None  # this release does not have it
         method: Callable[..., Any] = getattr(self._core, name.removesuffix("?"))
         return method
 
@@ -160,14 +157,10 @@ class _Calls:
         self.ended.set_result(json.dumps({"returned": self._returned, "failed": failed}))
 
 
-def _nothing(*arguments: Any) -> None:
-    """What a method does that this release does not have."""
-
-
 OF_CORE: dict[str, Callable[..., Any]] = {
-    NAME: lora_merge_calls,
+    CALLS: lora_merge_calls,
     WRONG_MODE: lora_merge_end_wrong_mode_requests,
-    STANDS: lora_merge_stands,
+    STILL_PAUSED: lora_merge_still_paused,
     HOLDERS: lora_merge_holders,
 }
-"""What vLLM's `EngineCore` gets, by the names that it is called by."""
+"""Methods that the plugin adds to vLLM's `EngineCore`, by name."""

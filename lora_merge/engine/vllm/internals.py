@@ -1,5 +1,5 @@
-"""Each name of vLLM's that is used in its processes but belongs to no interface that vLLM promises: `internals.NAME` is
-the thing itself, imported when it is first used, and `lacks` says what a vLLM does not have of all of them.
+"""Names of vLLM's that are used in its processes and belong to no interface that vLLM promises: `internals.NAME` is
+imported when it is first used, and `lacks` lists those that a vLLM does not have.
 
 Read in vLLM 0.26, 0.32 and 0.33; run with 0.26 and 0.32.
 """
@@ -43,7 +43,7 @@ _LATER = {
     "DefaultModelLoader": "vllm.model_executor.model_loader.default_loader",
     "RunaiModelStreamerLoader": "vllm.model_executor.model_loader.runai_streamer_loader",
 }
-"""What pushes do without where a release does not have it, as 0.26 has no norms of inputs."""
+"""Names that pushes do without where a release lacks them: 0.26 has no norms of inputs."""
 _MEMBERS = {
     "LayerReloadingInfo": ("restore_metadata", "kernel_tensors", "kernel_non_persistent_buffers", "reset"),
     "LoRAModel": ("from_lora_tensors",),
@@ -62,7 +62,7 @@ def __getattr__(name: str) -> Any:
 
 
 def has(name: str) -> bool:
-    """Whether this vLLM has a name that only some have."""
+    """Return True if this vLLM has a name that only some have."""
     try:
         __getattr__(name)
     except (ImportError, AttributeError):
@@ -72,7 +72,7 @@ def has(name: str) -> bool:
 
 @cache
 def _lacks() -> tuple[str, ...]:
-    """What this vLLM's modules do not have."""
+    """Return the names that this vLLM's modules lack."""
     lacking = [f"{where}.{name}" for name, where in _WHERE.items() if not has(name)]
     for name, members in _MEMBERS.items():
         if has(name):
@@ -83,7 +83,7 @@ def _lacks() -> tuple[str, ...]:
 
 
 def lacks(worker: Any) -> list[str]:
-    """What the vLLM of a worker does not have of all that is used here, by dotted name."""
+    """Return the names, dotted, that a worker's vLLM lacks of all that is used here."""
     lacking = [*_lacks()]
     manager = getattr(worker.model_runner, "lora_manager", None)
     if manager is not None:

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-BACKEND = "lora_merge"
+from .names import BACKEND, registered
 
 
 def early() -> None:
-    """Install TRL's switch when a process imports vLLM, if LORA_MERGE=1 asks for it; registers no platform. A trainer
+    """Install TRL's switch when a process imports vLLM, if LORA_MERGE=1 asks for it; register no platform. A trainer
     whose rollout is a server starts no engine in its process, so `register` would not be called before it is made."""
     try:
         _switch_trainers_on()
@@ -50,7 +50,7 @@ def register() -> None:
 
         return lora_merge(self, request)
 
-    if not hasattr(WorkerBase, "lora_merge"):
+    if not registered():
         WorkerBase.__init__ = _watching(WorkerBase.__init__)
     WorkerBase.lora_merge = lora_merge
     core = sys.modules.get("vllm.v1.engine.core")  # where one is made, or runs in this process, it is there by now
@@ -62,21 +62,14 @@ def register() -> None:
 
 
 def _watching(make: Callable[..., None]) -> Callable[..., None]:
-    """The constructor of workers, in front of which it begins to be noted what is read. (Here vLLM's loaders would be
-    imported in every process.)"""
+    """Return the constructor of workers, which first begins to note what loaders read. (`register` itself would import
+    vLLM's loaders in every process.)"""
 
     @functools.wraps(make)
     def __init__(worker: Any, *args: Any, **kwargs: Any) -> None:
-        from .loading.reads import watch
+        from .loading.loaded_files import watch
 
         watch()
         make(worker, *args, **kwargs)
 
     return __init__
-
-
-def registered() -> bool:
-    """Whether vLLM has loaded this plugin here: its other processes read the same VLLM_PLUGINS."""
-    from vllm.v1.worker.worker_base import WorkerBase
-
-    return hasattr(WorkerBase, "lora_merge")

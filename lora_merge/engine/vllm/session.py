@@ -1,4 +1,4 @@
-"""What this package keeps in a worker of vLLM's."""
+"""The `WorkerSession` of a worker of vLLM's."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .loading.loader import Loader
 
 
 def session_of(model: nn.Module, model_config: Any, device: torch.device) -> WorkerSession:
-    """The `WorkerSession` of a model, for one call to a worker."""
+    """Return the `WorkerSession` of a model, for one call to a worker."""
     return kept(model, lambda: WorkerSession(Loader(Modules(model), model_config, device), lambda: asleep()))
 
 
 def asleep() -> int:
-    """The level at which the weights of this process sleep at the moment, so that they must not be read: 1 (kept in
-    the host's memory) or 2 (thrown away); 0 if they are awake."""
+    """Return the level at which this process's weights sleep, so that they must not be read: 1 (kept in the host's
+    memory) or 2 (thrown away); 0 if they are awake."""
     if not torch.cuda.is_initialized():
         return 0
     allocator = internals.CuMemAllocator.instance

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -13,7 +14,9 @@ from ..payload.adapter import ADAPTER_NAME
 from ..sync import EngineSync
 from .adapter import ADAPTER_ID
 from .control import LlmControl, control_of
-from .decorated import complaint
+
+_COMPILED = "TorchCompileWithNoGuardsWrapper"
+"""The base that vLLM gives to classes which it decorates for its compiler."""
 
 
 class VllmSync(EngineSync):
@@ -66,7 +69,7 @@ class VllmSync(EngineSync):
             import vllm  # noqa: F401
 
     def _complaint(self, model: nn.Module) -> str:
-        return complaint(model)
+        return forward_complaint(model)
 
     def lora_request(self) -> Any:
         """Return what requests carry as `lora_request`: a constant `LoRARequest` in adapter mode, None in merged mode.
@@ -104,3 +107,32 @@ class VllmSync(EngineSync):
             raise InvalidInput("generate() is for one in-process LLM; pass lora_request() to other engines yourself")
         self.check()
         return controls[0].handle.generate(*args, lora_request=self.lora_request(), **kwargs)
+
+
+def compiled_classes(model: nn.Module | Sequence[nn.Module]) -> list[str]:
+    """Return the classes of a trainer's modules that an engine in this process has changed.
+
+    vLLM's Transformers backend (models that it has no class of its own for) decorates transformers' decoder classes
+    themselves. `__call__` of instances that were made before then asks for attributes which they lack, and passes by
+    hooks; making another instance asks for vLLM's configuration.
+    """
+    found = {
+        type(module).__name__
+        for part in ([model] if isinstance(model, nn.Module) else model)
+        for module in part.modules()
+        # Asked now, not once for a class: its bases are what changes.
+        if "do_not_compile" not in module.__dict__ and any(base.__name__ == _COMPILED for base in type(module).__mro__)
+    }
+    return sorted(found)
+
+
+def forward_complaint(model: Any) -> str:
+    """Return a warning if the forward of a trainer's model fails because its classes were changed; else ""."""
+    names = compiled_classes(model if isinstance(model, nn.Module | list | tuple) else [])
+    if not names:
+        return ""
+    return (
+        f"an engine in this process has changed {', '.join(names)} of transformers for itself (vLLM's Transformers "
+        "backend), and the trainer's forward of the same class fails with \"no attribute 'do_not_compile'\": start the "
+        "engine in a process of its own (VLLM_ENABLE_V1_MULTIPROCESSING=1, an AsyncLLM, a Ray actor, a server)"
+    )

@@ -8,13 +8,12 @@ from typing import Any
 from vllm import envs
 
 from ..push.replica import ONE_ENGINE
-from ..unfit import Reason, first
+from ..unfit import Reason, first, where
 from ..worker.session import WorkerSession
 from . import internals
 from .backend import LoraMergeWeightTransferEngine
-from .control import other_backend
 from .loading.formats import calibrated_scales, refusal, stale_scales
-from .plugin import BACKEND
+from .names import BACKEND, other_backend
 
 _WITHOUT_WEIGHTS = {"ngram", "ngram_gpu", "suffix"}
 """Methods of speculative decoding that draft without a model."""
@@ -27,8 +26,7 @@ _SHARED_STORES = {"MooncakeStoreConnector"}
 """KV connectors whose blocks lie in a store that other engines fill, too: forgetting what one has put there is not
 enough."""
 _RESET_SPECS = {"CPUOffloadingSpec"}
-"""What vLLM's `OffloadingConnector` may keep blocks in: of these its reset forgets all. (Of tiers it leaves all but the
-first.)"""
+"""Stores of vLLM's `OffloadingConnector` that its reset empties. (Of tiers it empties the first alone.)"""
 
 
 class NotFirst(RuntimeError):
@@ -41,10 +39,10 @@ def unfit(worker: Any, session: WorkerSession) -> str:
 
     Args:
         worker: vLLM's own.
-        session: what lora_merge keeps beside it.
+        session: of this worker.
 
     Raises:
-        NotFirst: as of `_engines`.
+        NotFirst: the worker belongs to an engine of a data-parallel group other than the first.
     """
     import vllm
 
@@ -69,12 +67,6 @@ def unfit(worker: Any, session: WorkerSession) -> str:
     return ""
 
 
-def _updating(worker: Any) -> str:
-    if not getattr(worker, "_weight_update_active", False):
-        return ""
-    return "is in the middle of a weight update of vLLM's own: finish it first (finish_weight_update)"
-
-
 def _drafts(worker: Any) -> str:
     speculative = worker.vllm_config.speculative_config
     method = "" if speculative is None else str(speculative.method)
@@ -84,15 +76,6 @@ def _drafts(worker: Any) -> str:
         f"drafts tokens with a model ({method}), which would keep the weights that it started with, and no push "
         "reaches it: start the engine without speculative_config, or with a method that has no weights "
         '("ngram", "suffix")'
-    )
-
-
-def _moves_experts(worker: Any) -> str:
-    if not worker.parallel_config.enable_eplb:
-        return ""
-    return (
-        "moves its experts about (enable_eplb), and a push would put them where they were at first: start it with "
-        "enable_eplb=False"
     )
 
 
@@ -115,15 +98,6 @@ def _offloads(worker: Any) -> str:
     return (
         f"keeps weights in the host's memory ({found}), and fetches them from there over what a push has written: "
         "start it without this setting, on more GPUs if need be (tensor_parallel_size)"
-    )
-
-
-def _shares_weights(worker: Any) -> str:
-    if str(worker.vllm_config.load_config.load_format) != "ipc_cache":  # vLLM 0.32 on
-        return ""
-    return (
-        'has its weights from a daemon that gives the same memory to other engines (load_format="ipc_cache"), which a '
-        "push to one of them would change: start it with another load_format"
     )
 
 
@@ -232,16 +206,27 @@ def _compiles_weights_in(worker: Any) -> str:
 
 
 _REFUSED: tuple[Reason, ...] = (
-    _updating,
+    where(
+        lambda worker: getattr(worker, "_weight_update_active", False),
+        "is in the middle of a weight update of vLLM's own: finish it first (finish_weight_update)",
+    ),
     _drafts,
     _offloads,
-    _shares_weights,
+    where(
+        lambda worker: str(worker.vllm_config.load_config.load_format) == "ipc_cache",  # vLLM 0.32 on
+        'has its weights from a daemon that gives the same memory to other engines (load_format="ipc_cache"), which a '
+        "push to one of them would change: start it with another load_format",
+    ),
     _keeps_blocks,
     _keeps_encodings,
     _scores,
     _classifies_by_tokens,
     _compiles_weights_in,
-    _moves_experts,
+    where(
+        lambda worker: worker.parallel_config.enable_eplb,
+        "moves its experts about (enable_eplb), and a push would put them where they were at first: start it with "
+        "enable_eplb=False",
+    ),
 )
 """Settings under which something that belongs to the old weights outlives a push, of vLLM's worker."""
 
@@ -265,9 +250,9 @@ def _engines(parallel: Any) -> int:
 
 
 def backend_of(worker: Any) -> str:
-    """Return for which weight-transfer backend an engine was started: "" for none."""
+    """Return the weight-transfer backend that an engine was started for; "" for none."""
     if isinstance(getattr(worker, "weight_transfer_engine", None), LoraMergeWeightTransferEngine):
-        return "lora_merge"
+        return BACKEND
     config = getattr(worker.vllm_config, "weight_transfer_config", None)
     return "" if config is None else str(config.backend)
 

@@ -18,25 +18,23 @@ from vllm.config import set_current_vllm_config
 
 from ..configs import computing
 from ..state import State
-from ..worker.commands import OPERATIONS
 from ..worker.rpc import respond
 from ..worker.session import WorkerSession
-from . import adopt_checkpoint
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
+from .adopt_checkpoint import OPERATIONS
 from .loading.formats import calibrated_scales, quantised_checkpoint
 from .session import session_of
-from .stepped import stepped
+from .step_counter import count_steps
 from .unfit import NotFirst, unfit
 
-_OPS = {**OPERATIONS, **adopt_checkpoint.OPS}
 _LOADING = {"receive", "pull", "merge", "reload_checkpoint"}
-"""Operations in which layers are laid out anew, on all workers of an engine at once."""
+"""Operations that may lay layers out anew, on all workers of an engine at once."""
 
 
 def lora_merge(worker: Any, request: str) -> str:
-    """The worker method; see `respond`."""
+    """Answer a request; see `respond`."""
     try:
-        return respond(VllmWorker(worker), _OPS, request, (NotFirst,))
+        return respond(VllmWorker(worker), OPERATIONS, request, (NotFirst,))
     except NotFirst:
         # The caller reads the answers of the first engine alone; this is how it hears of others. Only the last worker
         # raises: all other answers have been read by then.
@@ -46,7 +44,7 @@ def lora_merge(worker: Any, request: str) -> str:
 
 
 class VllmWorker:
-    """A worker of vLLM's in a push: a `Worker`.
+    """Implements `Worker` for a worker of vLLM's.
 
     Args:
         raw: vLLM's own.
@@ -64,7 +62,7 @@ class VllmWorker:
         return self.raw.device
 
     def stepped(self) -> int:
-        return stepped(self.raw.model_runner)
+        return count_steps(self.raw.model_runner)
 
     def session(self) -> WorkerSession:
         model = self.raw.get_model()
@@ -77,7 +75,7 @@ class VllmWorker:
         with set_current_vllm_config(self.raw.vllm_config):
             if op in _LOADING:
                 loader: Any = self.session().loader
-                with loader.together.at_work():
+                with loader.peers.operation():
                     yield
             else:
                 yield
@@ -119,8 +117,8 @@ class VllmWorker:
 
 
 def _shares(parallel: Any) -> dict[str, Any] | None:
-    """With which engines this one computes its experts, as of `Replica`. (vLLM lets data-parallel engines of dense
-    models run each on its own, and counts one then; the processes of others are one world.)"""
+    """Return which engines compute their experts together with this one, as `Replica` has it. (vLLM lets data-parallel
+    engines of dense models run each on its own, and counts one then; the processes of others are one world.)"""
     if parallel.data_parallel_size == 1:
         return None
     store: Any = dist.distributed_c10d._get_default_store()

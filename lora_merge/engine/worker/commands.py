@@ -1,4 +1,4 @@
-"""What a worker does in a push: begin, receive or read, merge, commit, and end, whatever became of it."""
+"""Operations of a push: begin, receive or read, merge, commit, and end, whatever its outcome."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from torch import Tensor
 from ...stream.buckets import Slot, extent, from_json
 from ..payload.spec import ReceivedUpdate
 from ..state import State
+from ..transport.base import Received
 from ..transport.liveness import error_text
-from ..transport.routing import Received
-from .queries import QUERIES
-from .rpc import Op, Worker
-from .session import Coming, WorkerSession
+from . import queries
+from .operations import Operations
+from .rpc import Worker
+from .session import IncomingPush, WorkerSession
+
+OPERATIONS = Operations(queries.OPERATIONS)
+"""Those of every engine."""
 
 
-def _start(
+@OPERATIONS.register
+def begin_full(
     worker: Worker,
     session: WorkerSession,
     digest: str,
@@ -26,14 +31,15 @@ def _start(
     sent: bool,
     changed: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Begin a full push; what a broken one left open is closed. From the answer on the trainer may write to the places.
+    """Begin a full push, and close what a broken one left open. The engine is dirty from here to `commit`; once this
+    has answered, the trainer may write to the engine's tensors.
 
     Args:
-        digest: of an examined table.
+        digest: of a table that had its dry run.
         state: that the push brings.
         sent: whether buckets follow; else the trainer writes everything by itself.
         changed: names of the tensors that updates will change, which are merged here onto what this push brings; None
-            where none will come.
+            if there will be no updates.
     """
     session.abort(None)
     session.begin("a push is under way or did not end")
@@ -41,28 +47,29 @@ def _start(
     report, brought = session.loader.examine(digest, session.tables[digest]), State(**state)
     session.loader.begin(report)
     merger = None if changed is None else session.new_merger(digest, brought.base, frozenset(changed))
-    session.coming = Coming(report, digest, brought, merger)
+    session.incoming = IncomingPush(report, digest, brought, merger)
     if not sent:
-        session.came()
+        session.note_complete()
     if worker.device.type == "cuda":  # nothing here reads the weights any more
         torch.cuda.synchronize(worker.device)
     return {}
 
 
-def _receive(
+@OPERATIONS.register
+def receive(
     worker: Worker, session: WorkerSession, verify: bool, sent: Sequence[int] | None = None, placed: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Take the buckets of a full push into the model.
+    """Load the buckets of a full push into the model.
 
     Args:
         verify: note checksums.
         sent: which buckets come; None for all.
-        placed: which of these the trainer writes to their places by itself.
+        placed: which of these the trainer writes to the engine's tensors by itself.
     """
-    if session.coming is None:
+    if session.incoming is None:
         raise RuntimeError("a push has to begin before its buckets come")
-    report, table = session.coming.report, session.tables[session.coming.digest]
-    keep = _nothing if session.coming.merger is None else session.coming.merger.keep
+    report, table = session.incoming.report, session.tables[session.incoming.digest]
+    keep = session.incoming.keep
 
     def load(slots: Sequence[Slot], received: Received) -> None:
         if received.placed:
@@ -72,17 +79,18 @@ def _receive(
         if not received.placed:
             session.loader.load(report, received.index, slots, received.data, keep)
         if verify:
-            session.look(report, slots, received.data, received.placed and targets is report.near)
+            session.compare(report, slots, received.data, received.placed and targets is report.near)
 
     # Of what is written to layers as they lie no base could be kept.
-    targets = report.near if session.coming.merger is None else report.targets
-    session.take(table, load, verify, targets, sent, placed)
-    session.fly()
-    session.came()
+    targets = report.near if session.incoming.merger is None else report.targets
+    session.receive(table, load, verify, targets, sent, placed)
+    session.leave_running()
+    session.note_complete()
     return {}
 
 
-def _pull(
+@OPERATIONS.register
+def pull(
     worker: Worker,
     session: WorkerSession,
     digest: str,
@@ -92,48 +100,46 @@ def _pull(
     run: Mapping[str, Any],
     verify: bool,
 ) -> dict[str, Any]:
-    """Begin a full push, take what comes of it in buckets, and read the rest where the trainer has it: the device is
-    still at that when this answers, and the trainer may write to its weights when the next operation has.
+    """Begin a full push, receive the part of it that comes in buckets, and read the rest from the trainer's memory. The
+    device may still be reading when this answers; the trainer may write to its weights once the next operation has
+    answered.
 
     Args:
-        digest: under which it was offered.
-        state, changed: as of `_start`.
+        digest: of `map_source`.
+        state, changed: as for `begin_full`.
         scalings: of each adapter of each delta.
         run: arguments of `Plan.run`.
         verify: note checksums of what comes in buckets.
     """
-    with session.pulling:
+    with session.pull_lock:
         target = session.pulls.get(digest)
         if target is None or not session.ready(digest):
             raise RuntimeError("a push has to be offered before it is pulled; push again")
-        _start(worker, session, target.table, state, True, changed)
-        assert session.coming is not None
+        begin_full(worker, session, target.table, state, True, changed)
+        assert session.incoming is not None
         spec, update = target.spec, ReceivedUpdate(target.spec, scalings)
-        keep = _nothing if session.coming.merger is None else session.coming.merger.keep
+        keep = session.incoming.keep
 
-        def take(slots: Sequence[Slot], received: Received) -> None:
+        def load(slots: Sequence[Slot], received: Received) -> None:
             assert received.data is not None
             if received.index < spec.factors:
                 update.data[received.index] = received.data[: extent(slots)].to(session.device, copy=True)
             else:
                 session.loader.load(target.report, ("pulled", received.index), slots, received.data, keep)
                 if verify:
-                    session.look(target.report, slots, received.data)
+                    session.compare(target.report, slots, received.data)
 
-        session.checksums, session.arrived = {}, {}
+        session.checksums, session.intact = {}, {}
         if spec.table:
-            session.take(spec.table, take, verify)
+            session.receive(spec.table, load, verify)
         target.merge(update, run)
-        session.fly()
-    session.came()
+        session.leave_running()
+    session.note_complete()
     return {}
 
 
-def _nothing(name: str, tensor: Tensor) -> None:
-    """Drop the kept base."""
-
-
-def _update(
+@OPERATIONS.register
+def receive_update(
     worker: Worker,
     session: WorkerSession,
     digest: str,
@@ -141,19 +147,19 @@ def _update(
     verify: bool,
     comes: Mapping[str, Mapping[str, Sequence[int]]] | None = None,
 ) -> dict[str, Any]:
-    """Receive an update; nothing of the engine changes before `merge`.
+    """Receive an update. Nothing of the engine changes before `merge`.
 
     Args:
-        digest: under which it was told.
+        digest: of `check_update`.
         scalings: of each adapter of each delta.
-        comes: `Route.wire_spec` of each worker, by rank; None where every worker gets all buckets.
+        comes: `Route.wire_spec` of each worker, by rank; None if every worker gets all buckets.
     """
     if not session.ready(digest):
         raise RuntimeError("this worker does not hold the base that the update belongs to (any more); push again")
     update = ReceivedUpdate(session.updates[digest], scalings)
     every = range(len(update.spec.table))
-    told = {"sent": every, "own": every, "apart": ()} if comes is None else comes[str(worker.rank)]
-    own = frozenset(told["own"])
+    spec = {"sent": every, "own": every, "apart": ()} if comes is None else comes[str(worker.rank)]
+    own = frozenset(spec["own"])
 
     def keep(slots: Sequence[Slot], received: Received) -> None:
         assert received.data is not None
@@ -161,13 +167,18 @@ def _update(
             # A trainer in this process may be on another device.
             update.data[received.index] = received.data[: extent(slots)].to(session.device, copy=True)
 
-    session.take(update.spec.table, keep, verify, sent=told["sent"], apart=told["apart"])
+    session.receive(update.spec.table, keep, verify, sent=spec["sent"], apart=spec["apart"])
     session.update = update
     return {}
 
 
-def _merge(worker: Worker, session: WorkerSession, state: dict[str, Any]) -> dict[str, Any]:
-    """Merge the update that has come."""
+@OPERATIONS.register
+def merge(worker: Worker, session: WorkerSession, state: dict[str, Any]) -> dict[str, Any]:
+    """Merge the update that was received. If that fails, the engine is dirty.
+
+    Returns:
+        as `commit`.
+    """
     update, session.update = session.update, None
     before = session.state()
     if update is None or session.merger is None or session.merger.base != state["base"]:
@@ -182,10 +193,11 @@ def _merge(worker: Worker, session: WorkerSession, state: dict[str, Any]) -> dic
     return _settled(worker, session, state, weights=True)
 
 
-def _adapter(
+@OPERATIONS.register
+def receive_adapter(
     worker: Worker, session: WorkerSession, table: Any, rank: int, state: dict[str, Any], verify: bool
 ) -> dict[str, Any]:
-    """Receive an adapter and load it in the place of the one before."""
+    """Receive an adapter, and load it in the place of the one before. If that fails, the engine is dirty."""
     before = session.state()
     if before.kind not in ("base", "adapter") or before.base != state["base"]:
         raise RuntimeError(f"an adapter needs the base that it was trained on; this engine holds {before}")
@@ -196,35 +208,34 @@ def _adapter(
         assert received.data is not None
         tensors.update({slot.name: slot.view(received.data).clone() for slot in slots})
 
-    session.take(from_json(table), keep, verify)
+    session.receive(from_json(table), keep, verify)
     worker.load_adapter(tensors, rank)
     session.end(State(**state))
     return {}
 
 
-def _commit(worker: Worker, session: WorkerSession, full: bool, state: dict[str, Any]) -> dict[str, Any]:
-    """End a push; an adapter that does not belong to the weights any more goes.
+@OPERATIONS.register
+def commit(worker: Worker, session: WorkerSession, full: bool, state: dict[str, Any]) -> dict[str, Any]:
+    """Record what the engine holds after a push, and remove an adapter that does not belong to the weights any more.
 
     Args:
-        full: whether it brought weights.
-        state: what is held now.
+        full: whether the push brought weights.
+        state: that the engine has to hold now.
+
+    Returns:
+        `state`; `elements`, as `coverage`; `reloaded`, how many layers were laid out anew.
     """
     if full:
-        if session.pending is None:
+        if session.uncommitted is None:
             raise RuntimeError("a push cannot end before all of its buckets came")
         session.loader.finish()
-        session.end(session.pending)
-    session.land()
+        session.end(session.uncommitted)
+    session.wait_for_device()
     return _settled(worker, session, state, weights=full)
 
 
 def _settled(worker: Worker, session: WorkerSession, state: dict[str, Any], weights: bool) -> dict[str, Any]:
-    """What the engine holds after a push; adapters are settled with it.
-
-    Args:
-        state: what it has to be.
-        weights: whether the push brought weights.
-    """
+    """Settle adapters after a push, and answer as `commit`; raise if the engine does not hold `state`."""
     worker.settle(session, weights)
     held = worker.served(session, session.held)
     if held != State(**state):
@@ -232,82 +243,51 @@ def _settled(worker: Worker, session: WorkerSession, state: dict[str, Any], weig
     return {"state": held.to_json(), "elements": session.coverage, "reloaded": session.loader.reloaded}
 
 
-def _verified(worker: Worker, session: WorkerSession) -> dict[str, Any]:
-    """Checksums of what came in the last push, and whether what lies in the parameters equals it."""
-    return {"checksums": session.checksums, "damaged": [name for name, same in session.arrived.items() if not same]}
+@OPERATIONS.register
+def received_checksums(worker: Worker, session: WorkerSession) -> dict[str, Any]:
+    """Return the `checksums` of what came in the last push, and the names whose parameters are `damaged`."""
+    return {"checksums": session.checksums, "damaged": [name for name, same in session.intact.items() if not same]}
 
 
-def _abort(worker: Worker, session: WorkerSession, reason: str | None = None) -> dict[str, Any]:
-    """Close what a broken push left open; with a reason, the engine is dirty."""
+@OPERATIONS.register
+def abort(worker: Worker, session: WorkerSession, reason: str | None = None) -> dict[str, Any]:
+    """Close what a broken push left open. With a reason, the engine is dirty."""
     session.abort(reason)
     return {}
 
 
-def _note_pause(
+@OPERATIONS.register
+def note_pause(
     worker: Worker, session: WorkerSession, paused: bool | None = None, waking: bool | None = None
 ) -> dict[str, Any]:
-    """Note that a push has paused generation, or left the KV cache asleep: if it fails, or its trainer dies, the next
-    push resumes the engine."""
+    """Note that a push has paused generation, or left the KV cache asleep, so that the next push can resume the engine
+    (session.py)."""
     session.paused = session.paused if paused is None else paused
     session.waking = session.waking if waking is None else waking
     return {}
 
 
-def _end(
+@OPERATIONS.register
+def end(
     worker: Worker, session: WorkerSession, owner: str, push: str | None = None, serves: bool = False, **notes: bool
 ) -> dict[str, Any]:
-    """End a push, whatever its outcome; `notes` as in `note_pause`.
+    """End a push, whatever its outcome, and give its lease back.
 
     Args:
-        owner, push: as of `Lease.end`.
+        owner, push: as for `Lease.end`.
         serves: whether generation goes on with what is held now.
+        notes: as for `note_pause`.
     """
     if session.lease.end(owner, push):
         session.update = None
-        _note_pause(worker, session, **notes)
+        note_pause(worker, session, **notes)
         if serves:
             session.served = session.held.kind
     return {}
 
 
-def _claimed(worker: Worker, session: WorkerSession) -> dict[str, Any]:
-    """Say that the engine is in the middle of the trainer's push: what comes behind this in a message is made only
-    then. It also tells that the trainer lives."""
+@OPERATIONS.register
+def renew_lease(worker: Worker, session: WorkerSession) -> dict[str, Any]:
+    """Renew the trainer's lease. Like every operation of a push, raises `LeaseLost` if the trainer has none; the calls
+    behind this one in a message are then not made."""
     return {}
-
-
-def _steps(worker: Worker, session: WorkerSession) -> dict[str, Any]:
-    """Say how often the model has computed something."""
-    return {"steps": worker.stepped()}
-
-
-def _disconnect(worker: Worker, session: WorkerSession, sessions: list[str], weights: str) -> dict[str, Any]:
-    """Let go of a trainer's buffers, before the trainer frees them.
-
-    Args:
-        weights: the trainer whose weights are let go of, too; "" for none.
-    """
-    if session.receiver is not None and session.receiver.session in sessions:
-        session.disconnect()
-    if weights and weights == session.puller:
-        session.drop_pulls()
-    return {}
-
-
-OPERATIONS: dict[str, Op] = {
-    **QUERIES,
-    "start": _start,
-    "receive": _receive,
-    "pull": _pull,
-    "update": _update,
-    "merge": _merge,
-    "adapter": _adapter,
-    "commit": _commit,
-    "verified": _verified,
-    "abort": _abort,
-    "note_pause": _note_pause,
-    "end": _end,
-    "claimed": _claimed,
-    "steps": _steps,
-    "disconnect": _disconnect,
-}

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ...kernels.segments import FLOATS
 from ...models.conversion import TRAIN_AS_ONE
 from ...stream.window import Window, window_of
-from ..push.evaluation import ANOTHER_SIZE
+from ..messages import ANOTHER_SIZE
 
 _TO_COPY = torch.ops.aten._to_copy.default
 
@@ -42,8 +42,8 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """One captured copy: from which tensor of the stream into which of the engine, and in which dtype that is; `copy`
-    where it is a plain one."""
+    """A captured write of a tensor of the stream (`name`) to one of the engine (`path`, which has `dtype`); `copy` is
+    None unless it is a plain copy."""
 
     name: str
     path: str
@@ -52,9 +52,8 @@ class Record:
 
 
 class Capture(TorchDispatchMode):
-    """Records copies into the engine's tensors instead of making them.
-
-    What reads values of the stream, which are not there yet, is told that all of them are `value`.
+    """Records copies into the engine's tensors instead of making them. Code that reads values of the stream finds all
+    of them to be `value`.
 
     Args:
         tensors: of the engine, by path, that a checkpoint fills.
@@ -85,7 +84,7 @@ class Capture(TorchDispatchMode):
         self.fills: list[tuple[str, Tensor, Any]] = []
         self.written: dict[str, list[Tensor]] = {path: [] for path in self.tensors}
         self.made: list[tuple[frozenset[str], Tensor]] = []
-        """What was written to tensors that were not there before, and what of the stream that is made of."""
+        """Writes to tensors that did not exist before, and the names in the stream that they are made of."""
         self.read: set[str] = set()
         """Names whose values `load_weights` looks at."""
 
@@ -126,7 +125,7 @@ class Capture(TorchDispatchMode):
         return torch.full((), self.value, dtype=thing.dtype).expand(thing.shape)
 
     def _names(self, things: Any) -> frozenset[str]:
-        """What of the stream some tensors are made of."""
+        """Return the names in the stream that some tensors are made of."""
         found = [self._origins[key][0] for t in _tensors(things) if (key := _storage(t)) in self._origins]
         return frozenset().union(*found)
 
@@ -145,7 +144,7 @@ class Capture(TorchDispatchMode):
         if path is None or source is None or fed is None or fed[0] in self.read:
             # Something computed: the tensor that is being fed goes through load_weights for real.
             made_of = (
-                self._names((args, kwargs)) or self._came(args) or ([] if self.current is None else [self.current])
+                self._names((args, kwargs)) or self._loaded(args) or ([] if self.current is None else [self.current])
             )
             where = path or self._live[_storage(tensor)]
             self.records += [Record(name, where, view.dtype, None) for name in made_of]
@@ -157,8 +156,8 @@ class Capture(TorchDispatchMode):
         copy = Copy(view, window, offset, stride) if window is not None and plain else None
         self.records.append(Record(fed[0], path, view.dtype, copy))
 
-    def _came(self, things: Any) -> frozenset[str]:
-        """What of the stream has come to the engine's own tensors that something is computed of."""
+    def _loaded(self, things: Any) -> frozenset[str]:
+        """Return the names that were loaded into those of the engine's tensors that are among some things."""
         read = {path for tensor in _tensors(things) if (path := self._owner(tensor)) is not None}
         return frozenset(record.name for record in self.records if record.path in read)
 
@@ -170,8 +169,7 @@ class Capture(TorchDispatchMode):
         return next((path for first, last, path in owners if first <= begin < max(last, first + 1)), owners[0][2])
 
     def adopt(self, path: str, parameter: Tensor) -> None:
-        """Note that `load_weights` created this parameter, perhaps in place of another; it will do so again in a real
-        load."""
+        """Note that `load_weights` created this parameter, perhaps in place of another, as it will in a real load."""
         for names, tensor in self.made:
             if _storage(tensor) == _storage(parameter):
                 if path in self.tensors and self.tensors[path].shape == parameter.shape:
@@ -179,7 +177,7 @@ class Capture(TorchDispatchMode):
                 self.records += [Record(name, path, parameter.dtype, None) for name in names]
 
     def owner_in(self, error: BaseException) -> str | None:
-        """Path of the engine's tensor that was being written when an error was raised."""
+        """Return the path of the engine's tensor that was being written when an error was raised."""
         frames = [frame for frame, _ in walk_tb(error.__traceback__)]
         for frame in reversed(frames):
             for value in frame.f_locals.values():
@@ -262,7 +260,7 @@ def torn(capture: Capture, ties: dict[str, str]) -> dict[str, str]:
 
 
 def coverage(capture: Capture, ties: dict[str, str]) -> tuple[list[str], tuple[int, int]]:
-    """Engine tensors with elements that nothing writes, in words; and elements written, elements there are."""
+    """Return engine tensors with elements that nothing writes, in words; and elements written, elements there are."""
     missing, total, filled = [], 0, 0
     for path, tensor in capture.tensors.items():
         covered = _count(capture.written[path])
@@ -279,7 +277,7 @@ def coverage(capture: Capture, ties: dict[str, str]) -> tuple[list[str], tuple[i
 
 
 def _count(views: Sequence[Tensor]) -> int:
-    """Elements that views of one tensor cover, each counted once: their contiguous runs, united."""
+    """Return how many elements views of one tensor cover: their contiguous runs, united."""
     runs = [_runs(view) for view in views if view.numel()]
     if not runs:
         return 0
@@ -290,7 +288,7 @@ def _count(views: Sequence[Tensor]) -> int:
 
 
 def _runs(view: Tensor) -> np.ndarray:
-    """`[n, 2]`: begin and end, in elements of the storage, of the contiguous runs of a view."""
+    """Return int64 `[n, 2]`: begin and end, in elements of the storage, of the contiguous runs of a view."""
     dims = sorted(((st, sz) for st, sz in zip(view.stride(), view.shape, strict=True) if sz > 1), reverse=True)
     length = 1
     while dims and dims[-1][0] == length:
@@ -306,19 +304,18 @@ def _tensors(things: Any) -> list[Tensor]:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that an operator writes to."""
     return [t for at, name in _writes(func) for t in _tensors(args[at] if at < len(args) else kwargs.get(name))]
 
 
 @cache
 def _writes(func: Any) -> list[tuple[int, str]]:
-    """The arguments that an operator writes to, by place and name."""
+    """Return the arguments that an operator writes to, by position and name."""
     infos = [(at, argument.name, argument.alias_info) for at, argument in enumerate(func._schema.arguments)]
     return [(at, name) for at, name, info in infos if info is not None and info.is_write]
 
 
 def _bytes(tensor: Tensor) -> tuple[int, int]:
-    """First byte of a tensor in its storage, and the one after its last."""
+    """Return the first byte of a tensor in its storage, and the one after its last."""
     size = tensor.element_size()
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else -1
     begin = int(tensor.storage_offset())

@@ -3,20 +3,11 @@ stood still since that push paused it."""
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Collection
 
-from ..transport.liveness import alive, born, host_id
-
-SILENT_S = 60.0
-"""Seconds without a call, after which a trainer that cannot be looked up from here counts as dead."""
-
-_under_way: set[str] = set()
-"""Trainers of this process that are in a push."""
-os.register_at_fork(after_in_child=_under_way.clear)
+from ..lease import SILENT_S
+from ..transport.liveness import alive, host_id
 
 
 class LeaseLost(RuntimeError):
@@ -25,30 +16,6 @@ class LeaseLost(RuntimeError):
 
 class Stepped(RuntimeError):
     """An engine has generated in the middle of a push that had paused it."""
-
-
-@contextmanager
-def under_way(owner: str) -> Iterator[None]:
-    """Note that a push of this trainer goes on in this process while the block runs."""
-    _under_way.add(owner)
-    try:
-        yield
-    finally:
-        _under_way.discard(owner)
-
-
-def lease_of(owner: str, push: str) -> dict[str, Any]:
-    """What `Lease.take` takes, of a push of this process."""
-    pid = os.getpid()
-    return {
-        "owner": owner,
-        "host": host_id(),
-        "pid": pid,
-        "born": born(pid),
-        "push": push,
-        "at": time.monotonic_ns(),
-        "living": sorted(_under_way),
-    }
 
 
 class Lease:
@@ -74,22 +41,22 @@ class Lease:
         at: int = 0,
         living: Collection[str] = (),
     ) -> str:
-        """Claim the engine for a push that begins.
+        """Take the lease for a push that begins.
 
         Args:
             owner: name of the trainer.
             host, pid: process that makes its control calls.
-            push: which one of its pushes begins: calls that one before has left behind are refused from here on.
+            push: name of the push; calls that an earlier one has left behind are refused from here on.
             born: when that process began.
-            at, living: when that process wrote this, and which of its trainers were in a push then. What it wrote
-                before another of them did says nothing of that one, whichever comes first.
+            at, living: when that process wrote this, and which of its trainers were in a push then; older than what
+                another of its trainers wrote, it says nothing about that one.
 
         Returns:
-            who else is in the middle of one, in words; the claim is then not taken.
+            who else is in the middle of a push, in words; the lease is then not taken. "" if it is.
         """
         same = (host, pid, born) == (self._host, self._pid, self._born)
         over = same and at > self._at and self._owner not in living  # its end was never heard here
-        if self._owner not in ("", owner) and not over and self._there():
+        if self._owner not in ("", owner) and not over and self._owner_lives():
             return f"process {self._pid} on {self._host.partition('/')[0]}"
         self._owner, self._host, self._pid, self._born, self._push = owner, host, pid, born, push
         self._at, self._steps = at, None
@@ -97,14 +64,8 @@ class Lease:
         return ""
 
     def check(self, owner: str, push: str | None = None) -> None:
-        """Raise unless this trainer has the claim; every call of a push asks.
-
-        Args:
-            push: of which the call is; None for any of the trainer's.
-
-        Raises:
-            ClaimLost: it has not, or another of its pushes has begun.
-        """
+        """Raise `LeaseLost` unless this trainer has the lease, for this push or, with None, for any. Every call of a
+        push checks that."""
         if owner == self._owner and push not in (None, self._push):
             raise LeaseLost("this call was left behind by a push that was broken off; another one has begun")
         if owner != self._owner:
@@ -120,14 +81,8 @@ class Lease:
         self._heard = time.monotonic()
 
     def check_still(self, steps: int) -> None:
-        """Raise if the engine has generated since the first call of a push that was made when it stood still.
-
-        Args:
-            steps: that it has made until now.
-
-        Raises:
-            Stepped: it has.
-        """
+        """Raise `Stepped` if the engine, which has made `steps` until now, has made some since the push first checked:
+        when it had just paused the engine."""
         if self._steps is None:
             self._steps = steps
         if steps != self._steps:
@@ -138,13 +93,13 @@ class Lease:
             )
 
     def end(self, owner: str, push: str | None = None) -> bool:
-        """End a push, as of `check`; returns whether the trainer had the claim for it until now."""
+        """Give the lease back; return whether the trainer had it, for this push or, with None, for any."""
         held = owner == self._owner and push in (None, self._push)
         if held:
             self._owner = ""
         return held
 
-    def _there(self) -> bool:
+    def _owner_lives(self) -> bool:
         if self._host == host_id():
             return alive(self._pid, self._born)
         return time.monotonic() - self._heard < SILENT_S

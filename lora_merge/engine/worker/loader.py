@@ -1,11 +1,11 @@
-"""Into an engine's parameters: a dry run of the model's own `load_weights` first, then buckets along what it showed.
+"""Loads a stream into an engine's parameters: first a dry run of the model's own `load_weights`, then bucket by bucket.
 
-The dry run feeds meta tensors to `load_weights` and writes down every copy that it would make instead of making it.
-So the engine's own code says, before the first byte, which names it does not take, which shapes do not fit, and which
-elements of which parameter nothing would fill (a missing k_proj, one expert's gate); and where every part of every
-tensor goes. Parameters whose layout after loading is the one at loading are then filled straight from the bucket, one
-launch a bucket. The others go through `load_weights`: what some engines lay out anew after loading, and what loading
-computes something of. What is different from engine to engine is in the methods that their own `Loader` has instead.
+The dry run feeds meta tensors to `load_weights` and records every copy instead of making it. So the engine's own code
+says, before the first byte, which names it does not take, which shapes do not fit, which elements of which parameter
+nothing would fill (a missing k_proj, one expert's gate), and where every part of every tensor goes. Parameters that
+keep the layout in which they are loaded are then filled straight from the bucket, one launch a bucket. The others go
+through `load_weights`: what some engines lay out anew after loading, and what loading computes something of. An
+engine's own `Loader` overrides what is different there.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class DryRunReport:
 
     Args:
         copies: what goes straight, by name.
-        targets: the same for a trainer that writes there, of tensors that the engine holds in the stream's dtype.
-        near: the same for a trainer in this process, which writes to some layers that are laid out anew, too.
+        targets: the same for a trainer that writes by itself: tensors that the engine holds in the stream's dtype.
+        near: the same for a trainer in this process, which also writes to some layers that are laid out anew.
         staged: names that go through `load_weights`, whole.
         fills: constants that loading writes (padding).
         refused: name -> why `load_weights` does not take it.
@@ -70,24 +70,24 @@ class DryRunReport:
 
     @property
     def exports(self) -> ExportedMemory:
-        """How trainers in other processes of this host map the places."""
+        """How trainers in other processes of this host map `targets`."""
         if self._exports is None or (self._exports.digest and not self._exports.hold()):
             blocked = self.staged.union(self.copies).difference(self.targets.views)
             self._exports = ExportedMemory(self.targets, blocked)
         return self._exports
 
     def pieces(self, name: str, window: Window) -> Iterator[Piece]:
-        """Where the engine has a tensor that goes straight, as boxes of the parameter that it is a window of."""
+        """Yield where a tensor goes straight to, as boxes of the parameter that it is a window of."""
         for copy in self.copies.get(name, ()):
             start, _ = window.outer(copy.window.box)
             yield Piece(start, window.unfold(copy.window.unfold(copy.destination)))
 
     @cached_property
     def digest(self) -> str:
-        """Equal for two examinations of which the trainer would hear the same."""
-        sorts = sorted(self.partial.items()), sorted(self.dtypes.items())
-        said = (self.refused, self.ignored, self.absent, self.missing, self.elements, *sorts)
-        return hashlib.blake2b(repr(said).encode(), digest_size=16).hexdigest()
+        """Equal for two reports of which the trainer would get the same."""
+        by_name = sorted(self.partial.items()), sorted(self.dtypes.items())
+        sent = (self.refused, self.ignored, self.absent, self.missing, self.elements, *by_name)
+        return hashlib.blake2b(repr(sent).encode(), digest_size=16).hexdigest()
 
 
 class Loader:
@@ -113,7 +113,7 @@ class Loader:
         return bool(self.modules.answer(ties_of))
 
     def examine(self, digest: str, table: Table) -> DryRunReport:
-        """The dry run; kept for as long as table (by its digest) and parameters stay the same. Nothing is written."""
+        """Return the dry run of a table; kept while table (by its digest) and parameters stay the same."""
         key = digest, self.modules.look().facts
         if self._examined is None or self._examined[0] != key:
             with torch.no_grad(), self._bare():
@@ -139,12 +139,12 @@ class Loader:
 
         Args:
             index: under which its plan is kept, for slots that are the same object the next time.
-            keep: told of every whole tensor that goes through `load_weights`, before it does.
+            keep: called with every whole tensor that goes through `load_weights`, before it does.
         """
         at, known, plan = self._plans.get(index, (0, (), None))
         if plan is None or at != data.data_ptr() or known is not slots:
-            found = [pair for slot in slots for pair in pairs(report, slot, data)]
-            plan = Plan([segment for source, to in found for segment in copies("engine", source, to)])
+            moved = [pair for slot in slots for pair in pairs(report, slot, data)]
+            plan = Plan([segment for source, to in moved for segment in copies("engine", source, to)])
             self._plans[index] = (data.data_ptr(), slots, plan)
         plan.run()
         tensors = [whole for slot in slots if slot.name in report.staged for whole in self._staged(slot, data)]
@@ -155,7 +155,7 @@ class Loader:
                 self._through(tensors)
 
     def written(self, names: Collection[str]) -> None:
-        """The trainer has written what of these tensors goes through `load_weights` otherwise."""
+        """Note that the trainer has written tensors by itself which otherwise go through `load_weights`."""
 
     def load_layers(
         self,
@@ -172,8 +172,8 @@ class Loader:
         raise NotImplementedError("this engine lays no layer out anew")
 
     def _staged(self, slot: Slot, data: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Keep a slot of a tensor that goes through `load_weights`; yield the tensor when it is whole. In memory of its
-        own, as `load_weights` may write to what it is given (GPT-OSS zeroes biases)."""
+        """Keep a slot of a tensor that goes through `load_weights`; yield the tensor once it is whole, in memory of its
+        own, as `load_weights` may write to it (GPT-OSS zeroes biases)."""
         if slot.name not in self._begun:
             self._begun[slot.name] = torch.empty(slot.whole, dtype=slot.dtype, device=data.device), 0
         tensor, filled = self._begun[slot.name]
@@ -187,12 +187,8 @@ class Loader:
     def arrived(
         self, report: DryRunReport, slots: Sequence[Slot], data: Tensor, placed: bool = False
     ) -> dict[str, bool]:
-        """Whether the engine's parameters hold the bucket's values, bit for bit: of what went straight, and of what the
-        trainer has written, once all that shares scales is there.
-
-        Args:
-            placed: the trainer has written what has a place.
-        """
+        """Return by name whether the engine's parameters hold the bucket's values, bit for bit: of what went straight,
+        and of what the trainer has written (`placed`), once all that shares scales has arrived."""
         equal: dict[str, bool] = {}
         for slot in slots:
             found = pairs(report, slot, data)
@@ -202,38 +198,38 @@ class Loader:
                 straight = report.copies.get(slot.name, ())
                 found = ((flat[c.offset :].as_strided(c.destination.shape, c.stride), c.destination) for c in straight)
             for source, to in found:
-                there = source.to(to.dtype).contiguous().view(-1).view(torch.uint8)
-                here = to.contiguous().view(-1).view(torch.uint8)
-                equal[slot.name] = equal.get(slot.name, True) and torch.equal(here, there)
+                sent = source.to(to.dtype).contiguous().view(-1).view(torch.uint8)
+                held = to.contiguous().view(-1).view(torch.uint8)
+                equal[slot.name] = equal.get(slot.name, True) and torch.equal(held, sent)
         return equal
 
     def finish(self) -> None:
-        """Everything is loaded: what the engine makes of several layers' weights is made again."""
+        """Make again what the engine makes of several layers' weights: everything is loaded."""
 
     def abort(self) -> None:
         """Forget what a broken load left open."""
         self._begun = {}
 
-    def let_go(self) -> None:
-        """Forget plans that read buckets: their memory goes away."""
+    def drop_plans(self) -> None:
+        """Forget plans that read buckets, whose memory goes away."""
         self._plans.clear()
 
     # What is different from engine to engine
 
     def kernels(self) -> list[Any]:
-        """What layers compute with instead of their parameters; made anew whenever these are processed."""
+        """Return what layers compute with instead of their parameters, and make anew whenever these are processed."""
         return []
 
     def _bare(self) -> AbstractContextManager[None]:
-        """The model as `load_weights` knows it."""
+        """Run a block with the model as `load_weights` knows it."""
         return nullcontext()
 
     def _laid_anew(self) -> list[nn.Module]:
-        """Layers that are laid out anew after loading; the outermost where they nest."""
+        """Return the layers that are laid out anew after loading; the outermost where they nest."""
         return []
 
     def _as_loading(self, layers: Sequence[nn.Module]) -> AbstractContextManager[None]:
-        """These layers as they are at loading."""
+        """Run a block with these layers as they are at loading."""
         return nullcontext()
 
     def _near(
@@ -244,10 +240,10 @@ class Loader:
         fed: Mapping[str, Tensor],
         owners: Mapping[str, nn.Module],
     ) -> DirectTargets:
-        """Where a trainer in this process writes to; see `DryRunReport`.
+        """Return `DryRunReport.near`.
 
         Args:
-            targets: where any trainer does.
+            targets: of any trainer.
             roots: layers that are laid out anew after loading.
             records: what loading copies.
             fed: the stream, on the meta device.
@@ -260,16 +256,16 @@ class Loader:
         self.model.load_weights(iter(tensors))
 
     def _filled(self, module: nn.Module) -> dict[str, Tensor | None]:
-        """Parameters and persistent buffers of a module that a checkpoint has to fill."""
+        """Return the parameters and persistent buffers of a module, which a checkpoint has to fill."""
         buffers = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
         return {**module._parameters, **buffers}
 
     def _unreachable(self) -> dict[str, str]:
-        """Parts of a model that make something of weights which is not made again, and why they are refused."""
+        """Return which parts of the model are refused and why: they make something of weights only once."""
         return {}
 
     def _absent(self, fed: Sequence[tuple[str, Tensor]]) -> list[str]:
-        """Which tensors are for parts of the model that the engine was started without."""
+        """Return the tensors for parts of the model that the engine was started without."""
         return []
 
     # The dry run
@@ -330,7 +326,7 @@ class Loader:
     def _recorded(
         self, tensors: dict[str, Tensor], owners: Mapping[str, nn.Module], fed: list[tuple[str, Tensor]]
     ) -> tuple[Capture, dict[str, str]]:
-        """What `load_weights` copies, and which tensors it does not take, and why.
+        """Return what `load_weights` copies, and which tensors it refuses, and why.
 
         Args:
             tensors: of the engine, by path, that a checkpoint fills.
@@ -341,7 +337,7 @@ class Loader:
         return capture, feed(self.model, capture, fed)
 
     def _engine_tensors(self) -> dict[str, tuple[Tensor, nn.Module]]:
-        """What a checkpoint has to fill, and whose it is, by path."""
+        """Return the tensors that a checkpoint has to fill, and their modules, by path."""
         return {
             f"{name}.{key}" if name else key: (tensor, module)
             for name, module in self.model.named_modules()
@@ -351,7 +347,7 @@ class Loader:
 
 
 def _partial(records: Sequence[Record], fed: Mapping[str, Tensor]) -> dict[str, int]:
-    """Of tensors of which some elements are taken: how many."""
+    """Return how many elements are taken, of tensors of which others are left."""
     boxes: dict[str, set[Box]] = {}
     for record in records:
         whole = ((0,) * fed[record.name].dim(), tuple(fed[record.name].shape))
@@ -361,7 +357,7 @@ def _partial(records: Sequence[Record], fed: Mapping[str, Tensor]) -> dict[str, 
 
 
 def pairs(report: DryRunReport, slot: Slot, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """What of a slot goes straight: its view in the bucket, and its place in the engine."""
+    """Yield what of a slot goes straight: views in the bucket, and in the engine."""
     view = slot.view(data)
     for copy in report.copies.get(slot.name, ()):
         box = overlap(slot.box, copy.window.box)
@@ -371,6 +367,6 @@ def pairs(report: DryRunReport, slot: Slot, data: Tensor) -> Iterator[tuple[Tens
 
 
 def everything(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All that the engine holds, non-persistent buffers, too."""
+    """Yield all that the engine holds, also non-persistent buffers."""
     yield from model.named_parameters()
     yield from model.named_buffers()

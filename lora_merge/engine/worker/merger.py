@@ -37,18 +37,11 @@ class Merger:
         report: of the base's table.
         table: the base's.
         base: fingerprint of the base, or `OWN`.
-        changed: names of the tensors that updates will change; of the engine's own base `adopt` is told.
+        changed: names of the tensors that updates will change; for the engine's own base see `adopt`.
     """
 
-    def __init__(
-        self,
-        loader: Loader,
-        report: DryRunReport,
-        table: Table,
-        base: str,
-        changed: frozenset[str],
-    ) -> None:
-        self._loader, self._examination = loader, report
+    def __init__(self, loader: Loader, report: DryRunReport, table: Table, base: str, changed: frozenset[str]) -> None:
+        self._loader, self._report = loader, report
         self.base, self.own, self._contents = base, base == OWN, contents_of(table)
         self._needed = self._layers_of(changed)
         self._kept: dict[str, Tensor] = {}
@@ -58,16 +51,16 @@ class Merger:
         self._facts: list[Any] = []
 
     def keep(self, name: str, tensor: Tensor) -> None:
-        """A tensor of the base that layers are made of which are laid out anew after loading."""
+        """Keep a tensor of the base if layers that are laid out anew after loading are made of it."""
         if name in self._needed:
             self._kept[name] = tensor.clone()
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Tensors of the engine's own checkpoint, as `wanted` says."""
+        """Keep tensors of the engine's own checkpoint: those of `wanted`."""
         self._kept.update(tensors)
 
     def wanted(self, spec: UpdateSpec) -> frozenset[str]:
-        """Names of the tensors of the base that have to be kept here for an update and what follows it, and are not."""
+        """Return the tensors of the base that an update, and what follows it, need to be kept here and that are not."""
         return self._needs(spec).difference(self._kept)
 
     def _needs(self, spec: UpdateSpec) -> frozenset[str]:
@@ -75,19 +68,19 @@ class Merger:
         return layers | spec.whole if self.own else layers - spec.whole
 
     def holds(self, contents: str) -> bool:
-        """Whether the base still lies where it was, with the same contents."""
+        """Return True if the base still lies where it was, with the same contents."""
         return contents == self._contents and self._facts == self._loader.modules.look().facts
 
     def nothing(self) -> ReceivedUpdate:
-        """Drop what is kept to restore the base."""
+        """Return an update that adds nothing: merged, it restores the base."""
         return ReceivedUpdate(UpdateSpec(self._contents, (), 0, (), (), (), {}, {}), [])
 
     def settle(self) -> None:
-        """Note where the weights lie, after all of a base or update has arrived."""
+        """Note where the weights lie, after a base or an update has arrived."""
         self._facts = self._loader.modules.look().facts
 
     def lacks(self, spec: UpdateSpec) -> bool:
-        """Whether an update cannot be merged onto what is kept here, so that the base has to be sent again."""
+        """Return True if an update cannot be merged onto what is kept here, and needs the base to be sent again."""
         if not self.holds(spec.base):
             return True
         before = self._before
@@ -96,14 +89,14 @@ class Merger:
         return bool(self.wanted(spec))
 
     def _touched(self, spec: UpdateSpec) -> frozenset[str]:
-        """Names of the tensors that are not what they were, when this update follows the one before."""
+        """Return the names of the tensors that change when this update follows the one before."""
         return spec.changed if self._before is None else spec.changed | self._before.changed
 
     def _layers_of(self, names: frozenset[str]) -> frozenset[str]:
-        """All names that the layers are made of which are laid out anew and have some of these."""
-        return frozenset().union(*(own for _, own in self._examination.layers if own & names))
+        """Return all names of which those layers are made that are laid out anew and have some of these names."""
+        return frozenset().union(*(some for _, some in self._report.layers if some & names))
 
-    def merge(self, coming: ReceivedUpdate) -> None:
+    def merge(self, update: ReceivedUpdate) -> None:
         """Take the update before off, and merge this one.
 
         Raises:
@@ -112,76 +105,71 @@ class Merger:
             torch.OutOfMemoryError: no memory for the way back.
             After either, the weights are neither the base nor anything else.
         """
-        touched = self._touched(coming.spec)
-        plan = self._merge_products(coming)
-        gone = frozenset() if self._before is None else self._before.whole - coming.spec.whole
-        self._plan, self._before = plan, coming.spec
-        self._write_whole(coming, gone)
-        self._make_layers(coming, plan, touched)
+        touched = self._touched(update.spec)
+        plan = self._merge_products(update)
+        gone = frozenset() if self._before is None else self._before.whole - update.spec.whole
+        self._plan, self._before = plan, update.spec
+        self._write_whole(update, gone)
+        self._make_layers(update, plan, touched)
         self._loader.finish()
 
-    def _merge_products(self, coming: ReceivedUpdate) -> _Products | None:
+    def _merge_products(self, update: ReceivedUpdate) -> _Products | None:
         """Merge what an update adds where parameters lie, in the place of what the one before added."""
         before, self._plan = self._plan, None
         plan, self._spare = self._spare, None
-        if before is not None and not before.is_like(coming):
+        if before is not None and not before.is_like(update):
             before.tracked.unmerge()
             plan = before = None  # their memory is free before the next one's is taken
-        if not coming.spec.tensors:
+        if not update.spec.tensors:
             return None
-        if plan is None or not plan.serves(coming):
+        if plan is None or not plan.serves(update):
             plan = None
-            plan = _Products(coming, self._examination, self._loader.device)
-        plan.merge(coming, before)
+            plan = _Products(update, self._report, self._loader.device)
+        plan.merge(update, before)
         self._spare = before
         return plan
 
-    def _write_whole(self, coming: ReceivedUpdate, gone: frozenset[str]) -> None:
-        """What goes straight of the tensors that came whole, and the base of those that came before and do not now."""
-        moved = [pair for slot, data in coming.whole() for pair in pairs(self._examination, slot, data)]
-        for name in gone.intersection(self._examination.copies):
+    def _write_whole(self, update: ReceivedUpdate, gone: frozenset[str]) -> None:
+        """Write tensors that came whole to where they go straight, and the base of those (`gone`) that came with the
+        update before and do not come now."""
+        moved = [pair for slot, data in update.whole() for pair in pairs(self._report, slot, data)]
+        for name in gone.intersection(self._report.copies):
             base = self._kept[name].to(self._loader.device).contiguous()
             (slots,) = lay_out([Meta(name, base.dtype, tuple(base.shape))], 1 << 62)
-            moved += pairs(self._examination, slots[0], base.view(-1).view(torch.uint8))
+            moved += pairs(self._report, slots[0], base.view(-1).view(torch.uint8))
         if moved:
             Plan([segment for source, to in moved for segment in copies("engine", source, to)]).run()
 
-    def _make_layers(self, coming: ReceivedUpdate, plan: _Products | None, touched: frozenset[str]) -> None:
-        """Layers that are laid out anew, of their base and what has changed."""
-        layers = [(layer, names) for layer, names in self._examination.layers if names & touched]
+    def _make_layers(self, update: ReceivedUpdate, plan: _Products | None, touched: frozenset[str]) -> None:
+        """Make layers that are laid out anew, of their base and what has changed."""
+        layers = [(layer, names) for layer, names in self._report.layers if names & touched]
         staged = self._layers_of(touched)
-        came: dict[str, Tensor] = {}
-        for slot, data in coming.whole():
+        whole: dict[str, Tensor] = {}
+        for slot, data in update.whole():
             if slot.name in staged:
-                if slot.name not in came:
-                    came[slot.name] = torch.empty(slot.whole, dtype=slot.dtype, device=data.device)
-                cut(came[slot.name], slot.box).copy_(slot.view(data))
+                if slot.name not in whole:
+                    whole[slot.name] = torch.empty(slot.whole, dtype=slot.dtype, device=data.device)
+                cut(whole[slot.name], slot.box).copy_(slot.view(data))
 
         def tensor(name: str) -> Tensor:
-            if name in came:
-                return came[name]
-            if plan is not None and name in coming.spec.tensors:
+            if name in whole:
+                return whole[name]
+            if plan is not None and name in update.spec.tensors:
                 return plan.merged(name, self._kept[name].to(self._loader.device))
             return self._kept[name].to(self._loader.device, copy=True)
 
         if layers:
-            self._loader.load_layers(self._examination, layers, tensor)
+            self._loader.load_layers(self._report, layers, tensor)
 
 
 class _Products(DeviceFactors):
-    """The products of one update on their way into a worker's tensors, and back.
+    """The products of updates like this one on their way into a worker's tensors, and back."""
 
-    Args:
-        coming: an update like it.
-        report: of the base's table.
-        device: of the worker.
-    """
-
-    def __init__(self, coming: ReceivedUpdate, report: DryRunReport, device: torch.device) -> None:
+    def __init__(self, update: ReceivedUpdate, report: DryRunReport, device: torch.device) -> None:
         places: dict[int, list[Piece]] = {}
-        for name, (number, window) in coming.spec.tensors.items():
+        for name, (number, window) in update.spec.tensors.items():
             places.setdefault(number, []).extend(report.pieces(name, window))
-        super().__init__(coming, places, device)
+        super().__init__(update, places, device)
         self.tracked = TrackedPlan(
             [
                 segment
@@ -192,10 +180,9 @@ class _Products(DeviceFactors):
             keep=True,
         )
 
-    def merge(self, coming: ReceivedUpdate, before: _Products | None) -> None:
-        """Merge the products of an update in the place of those before. They come to lie here: taking them off needs
-        them again."""
-        self.take(coming)
+    def merge(self, update: ReceivedUpdate, before: _Products | None) -> None:
+        """Merge the products of an update in the place of those before, and keep them: taking them off needs them."""
+        self.take(update)
         if before is None:
             self.tracked.merge()
         else:
@@ -204,7 +191,7 @@ class _Products(DeviceFactors):
         check_in_place(written, self.tracked.unmerge, self.tracked.merge)
 
     def merged(self, name: str, base: Tensor) -> Tensor:
-        """A tensor of the stream with its product, in memory of its own."""
+        """Return a tensor of the stream with its product, in memory of its own."""
         number, window = self._spec.tensors[name]
         out = torch.empty_like(base)
         job = Job(self.deltas[number], window.start, window.unfold(base), window.unfold(out))
@@ -213,7 +200,7 @@ class _Products(DeviceFactors):
 
 
 def problems(spec: UpdateSpec, report: DryRunReport) -> list[str]:
-    """Why updates cannot be merged into what a dry run of their base showed, in words; none where they can."""
+    """Return why updates cannot be merged into what a dry run of their base showed; nothing if they can."""
     found = []
     for name, (number, _) in spec.tensors.items():
         wanted = dtype_of(spec.deltas[number]["dtype"])

@@ -22,21 +22,16 @@ _WATCHED = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"
 
 
 class Looked(NamedTuple):
-    """Tensors as they are at the moment.
-
-    Args:
-        tensors: as `Modules.tensors` gives them.
-        facts: of them; the same object as long as nothing has changed.
-    """
+    """Live tensors, and `facts` of them: the same object as long as nothing has changed."""
 
     tensors: list[Tensor]
     facts: list[Any]
 
 
 class Modules:
-    """What an engine's model is made of. A walk over 28 layers takes half a millisecond; within one call to a worker
-    nobody changes modules but this package; after `doubt` whoever asks first sees whether somebody did. Tensors are
-    looked at whenever they are asked for: in C where they can be watched, from the second equal look on.
+    """An engine's modules and tensors, cached: a walk over 28 layers takes half a millisecond. Within one call to a
+    worker only this package changes modules; the first method that is called after `doubt` checks whether somebody else
+    did. Tensors are checked by each call that returns them: in C if they can be watched, once they were equal twice.
 
     Args:
         model: the live model, LoRA wrappers and all.
@@ -47,7 +42,7 @@ class Modules:
         self._watch: Watch | None = None
         self._tried = False
         self._facts: list[Any] = []
-        self._told: dict[Any, Any] = {}
+        self._answers: dict[Any, Any] = {}
         self._still: Looked | None = None
         self._paths: list[tuple[str, nn.Module]] = []
         self._each: list[nn.Module] = []
@@ -62,11 +57,11 @@ class Modules:
         self._unwatch()
 
     def _unwatch(self) -> None:
-        self._watch, self._tried, self._told, self._still = None, False, {}, None
+        self._watch, self._tried, self._answers, self._still = None, False, {}, None
 
     @contextmanager
     def others(self) -> Iterator[None]:
-        """Inside modules are others than before; after, what was known before counts as far as it is so again."""
+        """Run a block in which modules are others; restore what was known, and doubt it, afterwards."""
         known = dict(vars(self))
         self.forget()
         try:
@@ -80,8 +75,8 @@ class Modules:
         self._sure = False
 
     def _children(self) -> list[Any]:
-        """Of every module that was found how many are below, their names, and which they are, and its methods (all of
-        them are alive, so an `id` stands for one)."""
+        """Return what tells whether modules have changed: of each one the number, names and ids of its children and
+        methods (all are alive, so an `id` stands for one)."""
         below = list(map(_MODULES, self._each))
         ids = map(id, chain(chain.from_iterable(map(dict.values, below)), _methods(self._each)))
         return [*map(len, below), *chain(*below), *ids]
@@ -113,19 +108,19 @@ class Modules:
         return iter(self._each)
 
     def kept(self, find: Callable[[Modules], _T]) -> _T:
-        """What a function finds here; it is asked again when modules or their methods have changed."""
+        """Return what a function finds here; cached until modules or their methods change."""
         self.paths()
         if find not in self._kept:
             self._kept[find] = find(self)
         return self._kept[find]
 
     def answer(self, find: Callable[[Modules], _T]) -> _T:
-        """What a function finds here; it is asked again when modules or their tensors may have changed."""
+        """Return what a function finds here; cached until modules or their tensors may have changed."""
         if self._watched() is None:
             return find(self)
-        if find not in self._told:
-            self._told[find] = find(self)
-        return self._told[find]
+        if find not in self._answers:
+            self._answers[find] = find(self)
+        return self._answers[find]
 
     def tensors(self) -> list[Tensor]:
         """Live parameters, then persistent buffers, each once."""
@@ -133,7 +128,7 @@ class Modules:
 
     @contextmanager
     def still(self) -> Iterator[None]:
-        """Assume inside the block that nothing changes, since it only reads: tensors are looked at once."""
+        """Check tensors once for a block that only reads."""
         self._still = self.look()
         try:
             yield
@@ -141,7 +136,7 @@ class Modules:
             self._still = None
 
     def look(self) -> Looked:
-        """The tensors, and all that tells them apart from others."""
+        """Return the tensors, and the facts that tell them apart from others."""
         tensors = self._watched()
         if tensors is not None:
             return Looked(tensors, self._facts)
@@ -154,7 +149,7 @@ class Modules:
         return Looked(tensors, self._facts)
 
     def _watched(self) -> list[Tensor] | None:
-        """The tensors, if modules and tensors are watched, and all is as it was."""
+        """Return the tensors if they are watched and nothing has changed; else None."""
         if self._watch is None:
             return None
         if self._still is not None:
@@ -166,7 +161,7 @@ class Modules:
         return found[0]
 
     def _watching(self, tensors: list[Tensor]) -> Watch | None:
-        """A watch over all that `_tensors` looks at; None where there can be none."""
+        """Return a watch over all that `_tensors` reads; None if there can be none."""
         watch = Watch(self.model)
         watch.look(Look(list(self), *_WATCHED))
         with torch._C.DisableTorchFunctionSubclass():
@@ -188,7 +183,7 @@ def _methods(modules: Sequence[nn.Module]) -> list[Any]:
 
 
 def ties_of(modules: Modules) -> dict[str, str]:
-    """Path of a tied parameter -> path under which it comes first."""
+    """Return the path of each tied parameter -> the path under which it comes first."""
     everywhere = [id(p) for _, module in modules.paths() for p in module._parameters.values() if p is not None]
     if len(set(everywhere)) == len(everywhere):
         return {}
@@ -206,10 +201,10 @@ def ties_of(modules: Modules) -> dict[str, str]:
 
 @contextmanager
 def unchanged(modules: Sequence[nn.Module]) -> Iterator[Callable[[], list[tuple[int, str, Tensor]]]]:
-    """What is registered in these modules inside goes again, after.
+    """Restore the parameters and buffers of these modules after a block.
 
     Yields:
-        tells the parameters that have come since, or in another's place, each with its module's number and its name.
+        a function that returns parameters which are new, or replaced, each with its module's number and its name.
     """
     before = [(dict(module._parameters), dict(module._buffers)) for module in modules]
 
@@ -232,11 +227,7 @@ def unchanged(modules: Sequence[nn.Module]) -> Iterator[Callable[[], list[tuple[
 
 
 def wrapped(modules: Modules, wrapper: type) -> list[tuple[nn.Module, str, Any]]:
-    """Where an engine's LoRA wrappers are: parent, name, wrapper.
-
-    Args:
-        wrapper: their class; each has the layer itself as `base_layer`.
-    """
+    """Return parent, name and wrapper of an engine's LoRA wrappers: of this class, with the layer as `base_layer`."""
     return [
         (parent, key, child)
         for parent in modules
@@ -247,11 +238,8 @@ def wrapped(modules: Modules, wrapper: type) -> list[tuple[nn.Module, str, Any]]
 
 @contextmanager
 def unwrapped(modules: Modules, find: Callable[[Modules], list[tuple[nn.Module, str, Any]]]) -> Iterator[None]:
-    """The model without an engine's LoRA wrappers, whose names `load_weights` does not know.
-
-    Args:
-        find: as `wrapped`; the same function each time, as `Modules.kept` asks.
-    """
+    """Run a block with the model without its LoRA wrappers, whose names `load_weights` does not know; `find` is like
+    `wrapped`, and the same function each time, as its result is kept."""
     found = modules.kept(find)
     if not found:
         yield

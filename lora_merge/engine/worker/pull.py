@@ -1,4 +1,4 @@
-"""A worker's end of a pull: the trainer's memory, mapped, and the plan that merges from there into the engine."""
+"""A worker's end of a pull: the trainer's memory, mapped, and the plan that merges from it into the engine."""
 
 from __future__ import annotations
 
@@ -19,20 +19,16 @@ from ..transport.peer_memory import MappedMemory
 from .loader import DryRunReport
 
 
-class _There(NamedTuple):
-    """A box of a parameter in the trainer's memory.
-
-    Args:
-        peer: it is another GPU's memory.
-    """
+class _Source(NamedTuple):
+    """A box of a parameter in the trainer's memory; `peer`: on another GPU."""
 
     box: Box
     view: Tensor
     peer: bool
 
 
-class _Taken(NamedTuple):
-    """A part of such a box that is copied here: its start in the whole parameter, its source and its destination."""
+class _Part(NamedTuple):
+    """A part of such a box that this worker holds; `start` is in the whole parameter."""
 
     start: tuple[int, ...]
     source: Tensor
@@ -41,14 +37,14 @@ class _Taken(NamedTuple):
 
 
 class PullTarget:
-    """What a trainer exports, and where it goes here.
+    """What a trainer exports, and where it goes in this worker.
 
     Args:
-        spec: what goes how.
+        spec: which tensors are merged, and which copied.
         table: digest of the stream's table.
         report: of that table.
-        sources: what each rank of the trainer exports, and as it introduces itself: those of a `group` export the
-            model between them. The nearest group is read.
+        sources: what each rank of the trainer exports, with its `introduction`. Ranks of one `group` export the model
+            between them; the nearest group is read.
         here: the `introduction` of this worker.
         device: of the worker.
 
@@ -74,18 +70,18 @@ class PullTarget:
         self._mapped: list[MappedMemory] = []
         self.pids: set[int] = set()
         self.closed = False
-        self._views: dict[str, list[_There]] = {}
+        self._views: dict[str, list[_Source]] = {}
         self._read: dict[str, Tensor] = {}
         near = nearest(sources, here)
         self._far = near["device"] != here["device"]
         """Factors are of another GPU, and copied to here for each merge: kernels read them again and again."""
         try:
             for source in (source for source in sources if source["group"] == near["group"]):
-                views = {name: self._met(name, found) for name, found in source["views"].items()}
+                views = {name: self._overlapping(name, found) for name, found in source["views"].items()}
                 mapped = self._map(source, {name: found for name, found in views.items() if found})
                 peer = source["device"] != here["device"]
                 for name, found in mapped.views.items():
-                    self._views.setdefault(name, []).extend(_There(box, view, peer) for box, view in found)
+                    self._views.setdefault(name, []).extend(_Source(box, view, peer) for box, view in found)
             if spec.there:
                 lie = self._map({**near, **near["factors"]}, near["factors"]["views"]).views
                 if lacking := [name for name in spec.there if name not in lie]:
@@ -102,8 +98,8 @@ class PullTarget:
         self._mapped.append(MappedMemory({**source, "views": views}, self.device, source["pid"]))
         return self._mapped[-1]
 
-    def _met(self, name: str, found: Sequence[Any]) -> list[Any]:
-        """Those of a rank's boxes of a tensor of which this worker holds some."""
+    def _overlapping(self, name: str, found: Sequence[Any]) -> list[Any]:
+        """Return those of a rank's boxes of a tensor that this worker holds some of."""
         if name not in self.spec.tensors and name not in self.spec.copied:
             return []
         boxes = [piece.box for piece in self.report.pieces(name, self._window(name))]
@@ -113,51 +109,47 @@ class PullTarget:
         return self.spec.tensors[name][1] if name in self.spec.tensors else self.spec.copied[name]
 
     def _check(self, name: str) -> None:
-        """Nothing of the engine may be left as it was because nobody exports it."""
-        for view, boxes in self._places(name):
+        """Raise if some rank exports less of a tensor than this worker holds."""
+        for view, boxes in self._targets(name):
             found = sum(taken.destination.numel() for taken in boxes)
             if found != view.numel():
                 raise RuntimeError(f"{name}: {found} of {view.numel()} elements that this worker holds are exported")
 
-    def _places(self, name: str) -> Iterator[tuple[Tensor, list[_Taken]]]:
-        """Each place of a tensor in this engine, and what of it comes from where."""
+    def _targets(self, name: str) -> Iterator[tuple[Tensor, list[_Part]]]:
+        """Yield each destination of a tensor in this engine, with the parts that make it up."""
         for piece in self.report.pieces(name, self._window(name)):
             boxes = []
             for there in self._views.get(name, ()):
                 met = overlap(there.box, piece.box)
                 if met is not None:
                     source, to = cut(there.view, _inside(met, there.box)), cut(piece.tensor, _inside(met, piece.box))
-                    boxes.append(_Taken(met[0], source, to, there.peer))
+                    boxes.append(_Part(met[0], source, to, there.peer))
             yield piece.tensor, boxes
 
-    def merge(self, coming: ReceivedUpdate, run: Mapping[str, Any]) -> None:
-        """Merge what came beside it with what lies there, into the engine's tensors.
-
-        Args:
-            run: arguments of `Plan.run`.
-        """
-        if self._made is None or not self._made[0].serves(coming):
+    def merge(self, update: ReceivedUpdate, run: Mapping[str, Any]) -> None:
+        """Merge the trainer's weights and an update's factors into the engine's tensors; `run` is for `Plan.run`."""
+        if self._made is None or not self._made[0].serves(update):
             self._made = None
             near, far = ({}, self._read) if self._far else (self._read, {})
-            factored = DeviceFactors(coming, {}, self.device, near, far)
+            factored = DeviceFactors(update, {}, self.device, near, far)
             self._made = factored, Plan(list(self._segments(factored)))
         factored, plan = self._made
-        factored.take(coming)
+        factored.take(update)
         run_in_range(plan, run)
 
     def _segments(self, factored: DeviceFactors) -> Iterator[Segment]:
         for name, (number, _) in self.spec.tensors.items():
-            for _, boxes in self._places(name):
+            for _, boxes in self._targets(name):
                 for taken in boxes:
                     job = Job(factored.deltas[number], taken.start, taken.source, taken.destination)
-                    yield from _from_there(factored.segments(number, job), taken)
+                    yield from _from_peer(factored.segments(number, job), taken)
         for name, window in self.spec.copied.items():
             _, shape = window.inner(window.box)
-            for _, boxes in self._places(name):
+            for _, boxes in self._targets(name):
                 for taken in boxes:
                     begin, _ = window.inner((taken.start, tuple(taken.source.shape)))
                     source, to = window.fold(taken.source), window.fold(taken.destination)
-                    yield from _from_there(copies(name, source, to, begin, shape), taken)
+                    yield from _from_peer(copies(name, source, to, begin, shape), taken)
 
     def close(self) -> None:
         """Unmap the trainer's memory."""
@@ -168,13 +160,13 @@ class PullTarget:
 
 
 def nearest(sources: Sequence[Mapping[str, Any]], here: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the rank exports that shares this worker's GPU, or else its host, as all of its group do."""
+    """Return the source of a rank on this worker's GPU, or else on its host, together with all ranks of its group."""
     away = {source["group"] for source in sources if source["host"] != here["host"]}
     on_host = [source for source in sources if source["group"] not in away]
     return next((source for source in on_host if source["device"] == here["device"]), (*on_host, sources[0])[0])
 
 
-def _from_there(segments: Sequence[Segment], taken: _Taken) -> Iterator[Segment]:
+def _from_peer(segments: Sequence[Segment], taken: _Part) -> Iterator[Segment]:
     for segment in segments:
         yield replace(segment, peer=True) if taken.peer else segment
 

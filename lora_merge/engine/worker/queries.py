@@ -1,5 +1,5 @@
-"""What a worker is asked before a push: what it is and holds, whether a stream fits, what it maps. Nothing of the
-engine's weights changes in any of these operations."""
+"""Operations that prepare a push: what a worker is and holds, whether a stream fits, which memory it maps. None of them
+changes the weights."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from ..transport.liveness import error_text
 from ..transport.routing import introduction
 from .loader import DryRunReport
 from .merger import problems
+from .operations import Operations
 from .pull import PullTarget
-from .rpc import Op, Worker
+from .rpc import Worker
 from .session import WorkerSession
 
+OPERATIONS = Operations()
 
-def _hello(
+
+@OPERATIONS.register
+def hello(
     worker: Worker,
     session: WorkerSession,
     claim: Mapping[str, Any] | None = None,
@@ -28,8 +32,9 @@ def _hello(
     """Say what this worker is, what it holds and what it can serve. With a claim, a push begins, which `end` ends.
 
     Args:
-        streams: digests of tables: what `examine` says of them in brief, where they are known here.
-        updates: digests of updates: which of them can be merged onto what lies here.
+        claim: arguments of `Lease.take`; `busy` answers it.
+        streams: digests of tables; `fits` has the short answer of `dry_run` for those that are known here.
+        updates: digests of updates; `ready` has those that can be merged onto what this worker holds.
     """
     with session.modules.still():
         return {
@@ -51,79 +56,94 @@ def _hello(
 
 
 def _fits(session: WorkerSession, streams: Sequence[str]) -> dict[str, dict[str, str]]:
-    """What is known of streams; nothing of one that cannot be looked at now (`examine` says why)."""
+    """Return the short answers of known streams; none if a dry run fails now (`dry_run` says why)."""
     fits = {}
     with suppress(Exception):
         for digest in () if session.asleep() else session.tables.keys() & set(streams):
             session.keep_table(digest)
-            fits[digest] = _brief(session, digest)
+            fits[digest] = _brief(_report(session, digest))
     return fits
 
 
-def _brief(session: WorkerSession, digest: str) -> dict[str, str]:
-    """Summarise what was found in a table, by digest, and where the engine has what it fills."""
-    found = session.loader.examine(digest, session.tables[digest])
-    return {"same": found.digest, "at": found.exports.digest}
+def _report(session: WorkerSession, digest: str) -> DryRunReport:
+    return session.loader.examine(digest, session.tables[digest])
 
 
-def _examine(
+def _brief(report: DryRunReport) -> dict[str, str]:
+    return {"same": report.digest, "at": report.exports.digest}
+
+
+@OPERATIONS.register
+def dry_run(
     worker: Worker, session: WorkerSession, digest: str, table: Any = None, known: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Dry run of a table; without one, of the table that was sent before under this digest.
+    """Run the engine's own loading on a table of tensors without values.
 
     Args:
-        known: digests of findings that the trainer has: these are not sent again.
+        digest: of the table.
+        table: the table itself; None for one that was sent before.
+        known: digests of reports that the trainer has.
+
+    Returns:
+        `unknown` if the table is to be sent; else `same` (digest of the report) and `at` (`ExportedMemory.digest`), and
+        unless the trainer has it the report.
     """
     if table is not None:
         session.keep_table(digest, from_json(table))
     if digest not in session.tables:
         return {"unknown": True}
-    brief = _brief(session, digest)
-    found: DryRunReport = session.loader.examine(digest, session.tables[digest])
-    if found.digest in known:
+    report = _report(session, digest)
+    brief = _brief(report)
+    if report.digest in known:
         return brief
     return {
         **brief,
-        "refused": found.refused,
-        "ignored": found.ignored,
-        "absent": found.absent,
-        "missing": found.missing,
-        "partial": found.partial,
-        "dtypes": found.dtypes,
-        "elements": found.elements,
-        "straight": len(found.copies),
-        "reloaded": len(found.staged),
+        "refused": report.refused,
+        "ignored": report.ignored,
+        "absent": report.absent,
+        "missing": report.missing,
+        "partial": report.partial,
+        "dtypes": report.dtypes,
+        "elements": report.elements,
+        "straight": len(report.copies),
+        "reloaded": len(report.staged),
     }
 
 
-def _examine_update(worker: Worker, session: WorkerSession, digest: str, base: str, spec: Any = None) -> dict[str, Any]:
-    """Whether updates like this one can be merged here.
+@OPERATIONS.register
+def check_update(worker: Worker, session: WorkerSession, digest: str, base: str, spec: Any = None) -> dict[str, Any]:
+    """Check whether updates like this one can be merged here.
 
     Args:
         digest: of `spec`.
-        base: digest of the table of the base, which was examined.
-        spec: `UpdatePayload.spec`; without it, what was told before under this digest.
+        base: digest of the table of the base, which had its dry run.
+        spec: `UpdatePayload.spec`; None for one that was sent before.
+
+    Returns:
+        `unknown` if the spec is to be sent; else `problems`, and whether the worker is `ready` for it.
     """
     if spec is not None:
         session.keep_update(digest, UpdateSpec.read(spec))
     if digest not in session.updates:
         return {"unknown": True}
-    found = session.loader.examine(base, session.tables[base])
-    return {"problems": problems(session.updates[digest], found), "ready": session.ready(digest)}
+    return {"problems": problems(session.updates[digest], _report(session, base)), "ready": session.ready(digest)}
 
 
-def _exports(worker: Worker, session: WorkerSession, digest: str) -> dict[str, Any]:
-    """How a trainer in another process of this host maps what an examined table fills."""
-    return session.loader.examine(digest, session.tables[digest]).exports.description
+@OPERATIONS.register
+def export_memory(worker: Worker, session: WorkerSession, digest: str) -> dict[str, Any]:
+    """Return how a trainer in another process of this host maps what a table fills: `ExportedMemory.description`."""
+    return _report(session, digest).exports.description
 
 
-def _blocked(worker: Worker, session: WorkerSession, digest: str) -> dict[str, Any]:
-    """Names of the tensors of an examined table that are more here than boxes of parameters in their dtype."""
-    found = session.loader.examine(digest, session.tables[digest])
-    return {"blocked": sorted(found.staged.union(found.copies).difference(found.targets.views))}
+@OPERATIONS.register
+def blocked_tensors(worker: Worker, session: WorkerSession, digest: str) -> dict[str, Any]:
+    """Return the names in a table that are more here than boxes of parameters in their dtype, as `blocked`."""
+    report = _report(session, digest)
+    return {"blocked": sorted(report.staged.union(report.copies).difference(report.targets.views))}
 
 
-def _offer(
+@OPERATIONS.register
+def map_source(
     worker: Worker,
     session: WorkerSession,
     digest: str,
@@ -132,15 +152,18 @@ def _offer(
     sources: Sequence[Mapping[str, Any]],
     spec: Any = None,
 ) -> dict[str, Any]:
-    """Map what a trainer exports, to be pulled from. What was mapped before is let go of first: memory that lies at the
-    same address since may have the same handle.
+    """Map the weights that a trainer exports, so that `pull` can read them. What was mapped before is unmapped first:
+    memory that lies at the same address since may have the same handle.
 
     Args:
-        digest: of all of this.
+        digest: of all arguments.
         update: digest of `spec`.
-        table: digest of the table of the stream, which was examined.
-        sources: what each rank exports, as of `PullTarget`.
-        spec: as of `_examine_update`.
+        table: digest of the table of the stream, which had its dry run.
+        sources: what each rank exports, as for `PullTarget`.
+        spec: as for `check_update`.
+
+    Returns:
+        `unknown` if the spec is to be sent; else `why` the memory cannot be mapped, "" if it was.
     """
     if spec is not None:
         session.keep_update(update, UpdateSpec.read(spec))
@@ -149,7 +172,7 @@ def _offer(
     if session.ready(digest):
         return {"why": ""}
     session.drop_pulls()
-    report, here = session.loader.examine(table, session.tables[table]), introduction(worker.device)
+    report, here = _report(session, table), introduction(worker.device)
     try:
         target = PullTarget(session.updates[update], table, report, sources, here, worker.device)
     except (RuntimeError, OSError) as error:
@@ -158,41 +181,52 @@ def _offer(
     return {"why": ""}
 
 
-def _let_go(worker: Worker, session: WorkerSession) -> dict[str, Any]:
-    """Unmap the memory that a trainer exports."""
+@OPERATIONS.register
+def unmap_source(worker: Worker, session: WorkerSession) -> dict[str, Any]:
+    """Unmap the weights that a trainer exports."""
     session.drop_pulls()
     return {}
 
 
-def _adapter_modules(worker: Worker, session: WorkerSession, modules: list[str]) -> dict[str, Any]:
-    """Modules that this engine cannot adapt."""
+@OPERATIONS.register
+def unserved_modules(worker: Worker, session: WorkerSession, modules: list[str]) -> dict[str, Any]:
+    """Return the modules that this engine cannot adapt, as `unserved`."""
     return {"unserved": worker.unserved(modules)}
 
 
-def _connect(worker: Worker, session: WorkerSession, channels: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+@OPERATIONS.register
+def connect(worker: Worker, session: WorkerSession, channels: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Open this worker's channel to a trainer.
 
     Args:
-        channels: for each worker of the engine its `Sender.channel`, by rank.
+        channels: `Sender.channel` of each worker of the engine, by rank.
     """
     session.connect(channels[str(worker.rank)])
     return {}
 
 
-def _coverage(worker: Worker, session: WorkerSession) -> dict[str, Any]:
-    """Elements that the last full push wrote, and elements there are."""
+@OPERATIONS.register
+def disconnect(worker: Worker, session: WorkerSession, sessions: list[str], weights: str) -> dict[str, Any]:
+    """Unmap a trainer's buffers, before the trainer frees them.
+
+    Args:
+        sessions: of that trainer's channels.
+        weights: name of the trainer whose weights are unmapped, too; "" for none.
+    """
+    if session.receiver is not None and session.receiver.session in sessions:
+        session.disconnect()
+    if weights and weights == session.pull_owner:
+        session.drop_pulls()
+    return {}
+
+
+@OPERATIONS.register
+def coverage(worker: Worker, session: WorkerSession) -> dict[str, Any]:
+    """Return how many elements the last full push wrote and how many there are, as `elements`, and the `state`."""
     return {"elements": session.coverage, "state": session.state().to_json()}
 
 
-QUERIES: dict[str, Op] = {
-    "hello": _hello,
-    "examine": _examine,
-    "examine_update": _examine_update,
-    "exports": _exports,
-    "blocked": _blocked,
-    "offer": _offer,
-    "let_go": _let_go,
-    "adapter_modules": _adapter_modules,
-    "connect": _connect,
-    "coverage": _coverage,
-}
+@OPERATIONS.register
+def steps(worker: Worker, session: WorkerSession) -> dict[str, Any]:
+    """Return how often the model has computed something, as `steps`."""
+    return {"steps": worker.stepped()}

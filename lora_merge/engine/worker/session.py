@@ -1,4 +1,16 @@
-"""State that this package keeps in a worker between the calls of a push, beside the model's weights."""
+"""State that this package keeps in a worker between the calls of a push, beside the model's weights.
+
+**Who resumes an engine whose trainer died?** The next push does, of any trainer; nothing else does.
+
+- Before its first byte changes an engine is dirty (`begin`), until it commits (`end`). A push that pauses it has noted
+  that first (`paused`). So it holds the old weights, or is dirty, or has the new ones if the message in hand ran to its
+  end; and it stays paused, so that nothing is generated from weights that are half written.
+- Workers that wait for buckets give up (`TransferAborted`): over `shm` and `ipc` they look for the trainer's process,
+  `nccl` asks its store, `tcp` loses its connection. Memory that is mapped from the trainer is unmapped (`_watch`).
+- The trainer's lease ends with its process, or after 60 s without a sign of life from another host (`lease.py`).
+- The next push takes the lease (`hello`), sees `paused` and the state in the answer, sends a dirty engine all weights,
+  base included, and resumes it (`EngineSequence.go_on`). An engine in the trainer's own process dies with it.
+"""
 
 from __future__ import annotations
 
@@ -19,31 +31,32 @@ from ..fingerprint import Sampler
 from ..payload.checksums import add_checksums
 from ..payload.spec import ReceivedUpdate, UpdateSpec
 from ..state import WEIGHTS, State, change
+from ..transport.base import Received
 from ..transport.liveness import alive
 from ..transport.receiver import Receiver
-from ..transport.routing import Received
 from .lease import Lease
 from .loader import DryRunReport, Loader
 from .merger import Merger
 from .pull import PullTarget
 
-_SIDE = "_lora_merge"
+_ATTRIBUTE = "_lora_merge"
+"""Attribute of an engine's model that has its session."""
 _TABLES = 8
 """Tables that are kept: those of a few streams, each as a push may change it until it fits."""
 _WATCH_S = 2.0
-"""Seconds between two looks at whether a trainer lives whose memory is mapped here."""
+"""Seconds between two checks whether a trainer lives whose memory is mapped here."""
 _UPDATES = 2
-"""Descriptions of updates that are kept."""
+"""Specs of updates that are kept."""
 
 
-class Coming(NamedTuple):
+class IncomingPush(NamedTuple):
     """A full push that has begun.
 
     Args:
         report: of its table.
         digest: of the table.
         state: that it brings.
-        merger: keeps what merging updates onto it takes; None where none will come.
+        merger: keeps what merging updates onto it needs; None if there will be no updates.
     """
 
     report: DryRunReport
@@ -51,31 +64,38 @@ class Coming(NamedTuple):
     state: State
     merger: Merger | None = None
 
+    def keep(self, name: str, tensor: Tensor) -> None:
+        """Keep a tensor of the base for later merges, where the merger needs it."""
+        if self.merger is not None:
+            self.merger.keep(name, tensor)
+
 
 class WorkerSession:
     """The worker's side of all pushes.
 
     Args:
         loader: into the model.
-        asleep: the level at which the weights sleep at the moment, so that they must not be read: 1 (kept elsewhere) or
-            2 (thrown away); 0 if they are awake.
+        asleep: returns the level at which the weights sleep at the moment, so that they must not be read: 1 (kept
+            elsewhere) or 2 (thrown away); 0 if they are awake.
 
     Attributes:
-        name: of this worker, which no other one has.
-        claim: whose push the engine is in the middle of.
-        tables: what was examined last, by digest; a trainer may come back to one in the same push.
-        held: what the weights were when this package last looked.
-        served: the kind of state in which generation went on last: what requests that stand still began with.
-        coming: a full push that has begun, until it ends or is aborted.
-        pending: what it has brought, from its last bucket to its commit.
-        merger: merges updates onto the base that was brought last; None where none could be.
-        updates: what was told of updates last, by digest.
-        update: one that has come, until it is merged.
-        pulling: held while something reads from there, or lets go of it.
-        pulls: what one trainer exports, by the digest under which it was offered; one at the most.
-        began: whether a push has begun that neither ended nor was aborted.
-        paused, waking: whether generation stands still because of a push, and whether the KV cache still sleeps.
-        checksums, arrived: of a verified transfer: checksums by name, and whether the parameters hold these bits.
+        name: of this worker; no other one has it.
+        lease: which trainer's push the engine is in the middle of.
+        receiver: the channel to the trainer that connected last.
+        tables: tables that had a dry run, by digest, the newest last; a trainer may come back to one in the same push.
+        held: the state of the weights when this package last looked; `state` looks again.
+        served: the kind of state in which generation went on last, and so that of requests that are paused.
+        writing: whether something has begun to write that was neither ended nor aborted.
+        incoming: a full push, from its first call until it ends or is aborted.
+        uncommitted: the state that it brings, from its last bucket to its commit.
+        merger: merges updates onto the base that was brought last; None if none can be merged.
+        updates: specs of updates, by digest, the newest last.
+        update: an update that was received and not merged yet.
+        pull_lock: held while something reads from a trainer's memory, or unmaps it.
+        pulls: the mapped memory of one trainer, by the digest under which it was offered; one entry at the most.
+        pull_owner: name of that trainer.
+        paused, waking: whether a push has paused generation, and whether it left the KV cache asleep.
+        checksums, intact: of a verified transfer: checksums by name, and whether the parameters hold these bits.
         coverage: elements that the last full push wrote, and elements there are.
     """
 
@@ -85,41 +105,40 @@ class WorkerSession:
         self.receiver: Receiver | None = None
         self.tables: dict[str, Table] = {}
         self.lease = Lease()
-        self.held, self.coming, self.pending, self.began = State(), None, None, False
+        self.held, self.writing = State(), False
         self.served = self.held.kind
+        self.incoming: IncomingPush | None = None
+        self.uncommitted: State | None = None
         self.merger: Merger | None = None
         self.updates: dict[str, UpdateSpec] = {}
         self.update: ReceivedUpdate | None = None
         self.pulls: dict[str, PullTarget] = {}
-        self.pulling = threading.RLock()
-        self.puller = ""
+        self.pull_lock = threading.RLock()
+        self.pull_owner = ""
         self.paused, self.waking = False, False
         self.checksums: dict[str, int] = {}
-        self.arrived: dict[str, bool] = {}
+        self.intact: dict[str, bool] = {}
         self.coverage: tuple[int, int] = (0, 0)
         self._under_way: torch.cuda.Event | None = None
         self._sampler = Sampler()
         self._sample = ""
         self._kernels: list[Any] = []
 
-    coming: Coming | None
-    pending: State | None
-
     # What the engine holds
 
     def state(self) -> State:
-        """What the weights are; "dirty" if they changed since this package wrote them."""
+        """Return the state of the weights; "dirty" if they changed since this package wrote them."""
         if (self.held.kind not in WEIGHTS and self.merger is None) or self.asleep():
             return self.held
         kernels = self.loader.kernels()
         same = len(kernels) == len(self._kernels) and all(a is b for a, b in zip(kernels, self._kernels, strict=True))
         if not same or self._sampler(*self.modules.look()) != self._sample:
-            self.gone("its weights were changed by something else: a sleep, a reload, an update")
+            self.mark_overwritten("its weights were changed by something else: a sleep, a reload, an update")
         return self.held
 
     def ready(self, digest: str) -> bool:
-        """Whether the update with this digest can be merged onto the present weights, or the stream that was offered
-        under it can be pulled."""
+        """Return True if the update with this digest can be merged onto the present weights, or the stream that was
+        offered under it can be pulled."""
         if digest in self.pulls:
             target = self.pulls[digest]
             table = None if self.asleep() else self.tables.get(target.table)
@@ -130,32 +149,31 @@ class WorkerSession:
 
     def begin(self, reason: str) -> None:
         """Begin to write: the engine is dirty, for `reason`, until the push ends."""
-        self.held, self.began = change(self.held, "begin", reason=reason), True
+        self.held, self.writing = change(self.held, "begin", reason=reason), True
 
-    def came(self) -> None:
-        """Note that all buckets of a full push have arrived."""
-        assert self.coming is not None
-        self.pending, self.coverage = self.coming.state, self.coming.report.elements
+    def note_complete(self) -> None:
+        """Note that all of a full push has arrived; `commit` may follow."""
+        assert self.incoming is not None
+        self.uncommitted, self.coverage = self.incoming.state, self.incoming.report.elements
 
     def end(self, brought: State) -> None:
         """End a push: record the new state and a fingerprint of the weights."""
-        self.held, self.began = change(self.held, "end", brought=brought), False
-        if self.coming is not None:
-            self.merger = self.coming.merger
+        self.held, self.writing = change(self.held, "end", brought=brought), False
+        if self.incoming is not None:
+            self.merger = self.incoming.merger
         if self.merger is not None:
             self.merger.settle()
-        self.coming = self.pending = self.update = None
+        self.incoming = self.uncommitted = self.update = None
         self._note()
 
-    def own(self, merger: Merger) -> None:
-        """Note that the weights are those that the engine was started with, and that updates can be merged onto
-        them."""
+    def adopt(self, merger: Merger) -> None:
+        """Note that updates can be merged onto the weights that the engine was started with, which it holds."""
         merger.settle()
         self.merger = merger
         self._note()
 
     def new_merger(self, digest: str, base: str, changed: frozenset[str] = frozenset()) -> Merger:
-        """A `Merger` onto the base of an examined table."""
+        """Make a `Merger` onto the base of a table that had its dry run."""
         table = self.tables[digest]
         return Merger(self.loader, self.loader.examine(digest, table), table, base, changed)
 
@@ -168,13 +186,13 @@ class WorkerSession:
         """Clean up after a broken push. The engine becomes dirty if that push had begun to write, or if a reason is
         given."""
         self.loader.abort()
-        if self.began or reason is not None:
+        if self.writing or reason is not None:
             self.held = change(self.held, "break", reason=reason or "a push broke off in the middle")
             self.merger = None
-        self.coming, self.pending, self.update, self.began = None, None, None, False
+        self.incoming, self.uncommitted, self.update, self.writing = None, None, None, False
 
-    def gone(self, reason: str) -> None:
-        """Note that the contents of the weights' memory are lost; `reason` says why. The state becomes dirty."""
+    def mark_overwritten(self, reason: str) -> None:
+        """Note that something else wrote to the weights, or freed them; `reason` says what. The state becomes dirty."""
         self.merger = None
         if self.held.kind in WEIGHTS:
             self.held = change(self.held, "overwrite", reason=reason)
@@ -184,13 +202,13 @@ class WorkerSession:
         self.held = change(self.held, "evict")
 
     def keep_table(self, digest: str, table: Table | None = None) -> None:
-        """Keep an examined table, and make it the last to be dropped."""
+        """Keep a table, and make it the last to be dropped."""
         self.tables[digest] = self.tables.pop(digest) if table is None else table
         for old in list(self.tables)[:-_TABLES]:
             del self.tables[old]
 
     def keep_update(self, digest: str, spec: UpdateSpec) -> None:
-        """Keep the description of an update."""
+        """Keep the spec of an update."""
         self.updates[digest] = spec
         for old in list(self.updates)[:-_UPDATES]:
             del self.updates[old]
@@ -198,29 +216,29 @@ class WorkerSession:
     def keep_pull(self, digest: str, target: PullTarget) -> None:
         """Keep the mapped memory of a trainer; it is unmapped when that trainer dies."""
         self.drop_pulls()
-        self.pulls[digest], self.puller = target, self.lease.owner
+        self.pulls[digest], self.pull_owner = target, self.lease.owner
         threading.Thread(target=_watch, args=(ref(self), ref(target)), daemon=True, name="lora_merge").start()
 
     def drop_pulls(self, only: PullTarget | None = None) -> None:
         """Unmap what a trainer exports.
 
         Args:
-            only: if it is this.
+            only: unmap nothing else.
         """
-        with self.pulling:
+        with self.pull_lock:
             while self.pulls and only in (None, *self.pulls.values()):
                 self.pulls.popitem()[1].close()
 
     # A transfer
 
-    def fly(self) -> None:
-        """End an operation while the device is still at it: the engine can do meanwhile what needs no worker, such as
-        resetting its prefix cache, in which vLLM goes over all blocks (2.5 ms for 100,000)."""
+    def leave_running(self) -> None:
+        """End an operation while the device is still at its work. Meanwhile the engine can do what needs no worker,
+        such as resetting its prefix cache (in vLLM 2.5 ms for 100,000 blocks)."""
         if self.device.type == "cuda":
             self._under_way = torch.cuda.current_stream(self.device).record_event()
 
-    def land(self) -> None:
-        """Wait for what the last operation left under way."""
+    def wait_for_device(self) -> None:
+        """Wait for work that the last operation left running."""
         event, self._under_way = self._under_way, None
         if event is not None:
             event.synchronize()
@@ -229,21 +247,21 @@ class WorkerSession:
         """Open a channel to a trainer and close the one before. Memory mapped from another trainer, which may be dead,
         is unmapped."""
         self.disconnect()
-        if self.puller != self.lease.owner:
+        if self.pull_owner != self.lease.owner:
             self.drop_pulls()
         self.receiver = Receiver(channel, self.device)
 
     def disconnect(self) -> None:
         """Unmap the trainer's memory, and drop plans that read it."""
-        self.loader.let_go()
+        self.loader.drop_plans()
         if self.receiver is not None:
             self.receiver.close()
             self.receiver = None
 
     @contextmanager
-    def taking(self, sessions: Sequence[str]) -> Iterator[None]:
-        """Run a transfer. If it fails here, even before the first bucket, the trainer is told not to wait for this
-        worker, and layers that were opened for loading are closed again.
+    def transfer(self, sessions: Sequence[str]) -> Iterator[None]:
+        """Run a transfer. If it fails here, even before the first bucket, tell the trainer not to wait for this worker,
+        and close layers that were opened for loading.
 
         Args:
             sessions: of the channels of this transfer: another trainer may have connected meanwhile.
@@ -253,10 +271,10 @@ class WorkerSession:
         except BaseException:
             self.loader.abort()
             if self.receiver is not None and self.receiver.session in sessions:
-                self.receiver.left()
+                self.receiver.leave()
             raise
 
-    def take(
+    def receive(
         self,
         table: Table,
         use: Callable[[Sequence[Slot], Received], None],
@@ -266,14 +284,15 @@ class WorkerSession:
         placed: Sequence[int] = (),
         apart: Sequence[int] = (),
     ) -> None:
-        """Receive the buckets of a table, as `Receiver.receive`, and hand each to `use` with its slots.
+        """Receive the buckets of a table, and call `use` with each and its slots.
 
         Args:
-            sent: which of them come; None for all.
+            verify, targets, placed, apart: as for `Receiver.receive`.
+            sent: which buckets come; None for all.
         """
         if self.receiver is None:
             raise RuntimeError("no trainer is connected")
-        self.checksums, self.arrived = {}, {}
+        self.checksums, self.intact = {}, {}
         sizes = {index: extent(table[index]) for index in (range(len(table)) if sent is None else sent)}
         with closing(self.receiver.receive(sizes, frozenset(placed), targets, verify, frozenset(apart))) as buckets:
             for received in buckets:
@@ -281,15 +300,14 @@ class WorkerSession:
                     add_checksums(self.checksums, table[received.index], received.data)
                 use(table[received.index], received)
 
-    def look(self, report: DryRunReport, slots: Sequence[Slot], data: Tensor, placed: bool = False) -> None:
+    def compare(self, report: DryRunReport, slots: Sequence[Slot], data: Tensor, placed: bool = False) -> None:
         """Note whether the parameters hold the values of a bucket."""
         for name, same in self.loader.arrived(report, slots, data, placed).items():
-            self.arrived[name] = self.arrived.get(name, True) and same
+            self.intact[name] = self.intact.get(name, True) and same
 
 
 def _watch(session: ref[WorkerSession], target: ref[PullTarget]) -> None:
-    """Watch a trainer whose memory is mapped here: if it dies and nobody pushes again, unmap its memory, which is not
-    freed before."""
+    """Unmap a trainer's memory once it has died, also if nobody pushes again: it is not freed before."""
     while True:
         time.sleep(_WATCH_S)
         here, what = session(), target()
@@ -303,8 +321,8 @@ def _watch(session: ref[WorkerSession], target: ref[PullTarget]) -> None:
 
 def session_of(model: nn.Module, make: Callable[[], WorkerSession]) -> WorkerSession:
     """Return the `WorkerSession` of a model for one call to a worker; it is made at first use."""
-    if _SIDE not in model.__dict__:
-        model.__dict__.setdefault(_SIDE, make())  # two threads may come first
-    session: WorkerSession = model.__dict__[_SIDE]
+    if _ATTRIBUTE not in model.__dict__:
+        model.__dict__.setdefault(_ATTRIBUTE, make())  # two threads may come first
+    session: WorkerSession = model.__dict__[_ATTRIBUTE]
     session.modules.doubt()
     return session

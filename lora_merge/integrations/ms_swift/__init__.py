@@ -6,4 +6,4 @@ Nothing of swift's is imported here.
 from pathlib import Path
 
 PLUGIN = Path(__file__).parent / "plugin" / "lora_merge_plugin.py"
-"""What `--external_plugins` takes. swift puts its folder first on sys.path, so nothing else may lie there."""
+"""The file for `--external_plugins`. swift puts its folder first on sys.path, so nothing else may lie there."""

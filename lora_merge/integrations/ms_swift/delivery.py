@@ -1,4 +1,4 @@
-"""How weights get to swift's engines: into the one in each rank's process, or to a `swift rollout` server."""
+"""Brings weights to swift's engines: into the one in each rank's process, or to a `swift rollout` server."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Colocated:
         """
         sync = self._kept.of(model, self._engine.engine, self._options)
         report = sync.push(verify=self._options.verify)
-        # What swift asks the engine for carries this, unless it has an adapter of its own.
+        # swift's requests carry this, unless they have an adapter of their own.
         self._engine.default_adapter_request = sync.lora_request()
         return report
 
     def check(self) -> None:
-        """Whether this rank's engine still has what was pushed last.
+        """Check that this rank's engine still holds what was pushed last.
 
         Raises:
             PushRefused: it does not.
@@ -130,7 +130,7 @@ class Served:
             ) from errors[0]
 
     def check(self) -> None:
-        """Whether the last push went through: the server itself cannot be asked.
+        """Check that the last push went through; the server itself cannot be asked.
 
         Raises:
             PushRefused: it did not.

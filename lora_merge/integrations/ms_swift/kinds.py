@@ -1,4 +1,4 @@
-"""Which of swift's trainers are taken over: swift asks its `TrainerFactory` for the class that is named there."""
+"""Which of swift's trainers are taken over: swift asks its `TrainerFactory` for the class of this name."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from ..compat import Release
 from ..options import switched_off
+from .release import RELEASE
 
-RELEASE = Release("ms-swift", "ms_swift", ("4.6.0",))
 TAKEN = ("grpo", "gkd")
 """The types of training that have answers of a vLLM engine."""
 
@@ -18,7 +17,7 @@ _before: dict[str, str] = {}
 
 
 def take_over() -> None:
-    """Let swift's TrainerFactory find `kind` here, whatever `kind` of trainer it looks for.
+    """Let swift's TrainerFactory find every kind of trainer in this module.
 
     Raises:
         TrainerRefused: this release has no such factory.
@@ -36,7 +35,7 @@ def take_over() -> None:
 
 
 def _rebind_megatron() -> None:
-    """Let `megatron rlhf` find trainers that push, by the names under which it looks for its own."""
+    """Let `megatron rlhf` find trainers that push, under the names of its own."""
     from .megatron import pushing
 
     trainers: Any = import_module("swift.megatron.trainers")
@@ -46,7 +45,7 @@ def _rebind_megatron() -> None:
 
 
 def __getattr__(kind: str) -> Any:
-    """The trainer class for a type of training (`--rlhf_type`, or the task of `swift sft`)."""
+    """Return the trainer class for a type of training (`--rlhf_type`, or the task of `swift sft`)."""
     if kind not in _before:
         raise AttributeError(f"module {__name__!r} has no attribute {kind!r}")
     module, _, name = _before[kind].rpartition(".")

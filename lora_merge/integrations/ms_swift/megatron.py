@@ -13,9 +13,9 @@ from torch import Tensor
 from ...models.megatron.read import Chunks
 from ..metrics import both_float32
 from ..options import Options
-from .kinds import RELEASE
-from .pushes import Pushes, compared
+from .pushes import Pushes, token_logprobs
 from .refusals import refuse_megatron
+from .release import RELEASE
 
 _USED = {
     "swift.megatron.trainers.rollout_mixin:MegatronRolloutMixin": (
@@ -35,61 +35,57 @@ _USED = {
 
 
 class Pushing(Pushes):
-    """Stands in front of a Megatron trainer of swift's."""
+    """Mixed in before a Megatron trainer of swift's."""
 
     def __init__(self, args: Any, template: Any, **kwargs: Any) -> None:
         self._lora_merge_options = Options.from_environment()
-        self._lora_merge_told: dict[str, list[float]] = defaultdict(list)
+        self._lora_merge_figures: dict[str, list[float]] = defaultdict(list)
         refuse_megatron(args, self._lora_merge_options)
-        super().__init__(args, template, **kwargs)  # type: ignore[call-arg]
-        trainer: Any = self
-        self._begin(self._send, trainer.is_main_process)
+        super().__init__(args, template, **kwargs)
+        self._begin(self._send, self.is_main_process)
 
     @cached_property
     def _lora_merge_chunks(self) -> Chunks:
-        trainer: Any = self
-        return Chunks(trainer.unwrapped_models, vocab_size=trainer.config.padded_vocab_size)
+        return Chunks(self.unwrapped_models, vocab_size=self.config.padded_vocab_size)
 
     def _policy(self) -> Chunks:
         return self._lora_merge_chunks
 
     def _exact(self) -> bool:
-        trainer: Any = self
-        return both_float32(trainer.config.params_dtype)
+        return both_float32(self.config.params_dtype)
 
     def _send(self, tensors: Mapping[str, Tensor]) -> None:
-        trainer: Any = self
-        trainer._sync_bucket_to_server(list(tensors.items()))
+        self._sync_bucket_to_server(list(tensors.items()))
 
     def _colocate_rollout(self, *args: Any, **kwargs: Any) -> Any:
         self._lora_merge.check()
-        return super()._colocate_rollout(*args, **kwargs)  # type: ignore[misc]
+        return super()._colocate_rollout(*args, **kwargs)
 
     def _server_rollout(self, *args: Any, **kwargs: Any) -> Any:
         self._lora_merge.check()
-        return super()._server_rollout(*args, **kwargs)  # type: ignore[misc]
+        return super()._server_rollout(*args, **kwargs)
 
     def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
-        batches = super()._generate_and_score_completions(*args, **kwargs)  # type: ignore[misc]
+        batches = super()._generate_and_score_completions(*args, **kwargs)
         if self._lora_merge_options.check is not None:
             last = [batch["grpo_batch"] for batch in batches]
             last = [grpo for grpo in last if grpo.old_per_token_logps is not None]  # of the last pipeline stage
-            self._hold(compared(last), self._lora_merge_options.check)
+            self._hold(token_logprobs(last), self._lora_merge_options.check)
         return batches
 
     def _tell(self, figures: dict[str, float]) -> None:
         for name, value in figures.items():
-            self._lora_merge_told[name].append(value)
+            self._lora_merge_figures[name].append(value)
 
     def on_log(self, logs: dict[str, Any], prefix: str = "") -> None:
-        """swift's, with what pushes have told since the last time."""
-        logs |= {name: sum(values) / len(values) for name, values in self._lora_merge_told.items()}
-        self._lora_merge_told.clear()
-        super().on_log(logs, prefix)  # type: ignore[misc]
+        """Log as swift does, with the figures of pushes since the last call."""
+        logs |= {name: sum(values) / len(values) for name, values in self._lora_merge_figures.items()}
+        self._lora_merge_figures.clear()
+        super().on_log(logs, prefix)
 
 
 def pushing(trainer: type) -> type:
-    """A Megatron trainer class of swift's that pushes; itself, if it does already.
+    """Return a Megatron trainer class of swift's that pushes; the class itself, if it does already.
 
     Raises:
         TrainerRefused: this release lacks what is used.

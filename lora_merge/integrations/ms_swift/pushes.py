@@ -1,4 +1,4 @@
-"""What all pushing trainers of swift's share: they push the policy, compare log-probs and log figures."""
+"""Base of swift's pushing trainers: they push the policy, compare log-probs and log figures."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from ..compat import TrainerRefused, off
 from ..metrics import PREFIX, PolicyGap, gap_of_tokens, hold, metrics
 from ..options import Options
 from .delivery import Colocated, Served
-from .kinds import RELEASE
 from .refusals import refuse_server
+from .release import RELEASE
 
 _log = get_logger()
-Compared = Sequence[tuple[Tensor, Tensor] | None]
+TokenLogprobs = Sequence[tuple[Tensor, Tensor] | None]
 """Of each micro-batch the log-probs of its tokens by the trainer and by the engine; None where swift lacks one."""
+_Trainer: Any = object
+"""The trainer of swift's behind `Pushes`, of which no types are known."""
 
 
-class Pushes:
+class Pushes(_Trainer):
     """Mixed in before a trainer of swift's, whose `__init__` sets `_lora_merge_options` and ends with `_begin`."""
 
     _lora_merge_options: Options
@@ -31,34 +33,33 @@ class Pushes:
     _lora_merge_compared = False
 
     def _begin(self, load: Callable[[Mapping[str, Tensor]], object], sends: bool) -> None:
-        """Find the engine that swift has made, and say what was taken over.
+        """Find the engine that swift has made, and announce what was taken over.
 
         Args:
             load: sends some tensors to swift's server.
             sends: whether this rank is the one that talks to the server.
         """
-        trainer: Any = self
         name = f"{type(self).__name__}._move_model_to_vllm"
-        if trainer.vllm_mode == "colocate":
-            mode = "adapter" if trainer.rollout_enable_lora else "merged"
-            self._lora_merge = Colocated(trainer.engine, mode, self._lora_merge_options)
+        if self.vllm_mode == "colocate":
+            mode = "adapter" if self.rollout_enable_lora else "merged"
+            self._lora_merge = Colocated(self.engine, mode, self._lora_merge_options)
             RELEASE.announce(f"{name}: {mode} pushes into the colocated engine")
             return
-        refuse_server(trainer.rollout_enable_lora)
-        finish = trainer.vllm_client.process_weights_after_loading if sends else None
+        refuse_server(self.rollout_enable_lora)
+        finish = self.vllm_client.process_weights_after_loading if sends else None
         self._lora_merge = Served(load, finish, self._lora_merge_options)
         RELEASE.announce(f"{name}: merged weights, streamed to swift's server")
 
     def _policy(self) -> Any:
-        """What is pushed, wrapped as it is trained."""
+        """Return the model that is pushed, wrapped as it is trained."""
         raise NotImplementedError
 
     def _exact(self) -> bool:
-        """Whether trainer and engine compute in float32."""
+        """Return True if trainer and engine compute in float32."""
         raise NotImplementedError
 
     def _tell(self, figures: dict[str, float]) -> None:
-        """Into what swift logs at its next logging step, averaged over the pushes since the last one."""
+        """Add figures to what swift logs at its next logging step, averaged over the pushes since the last one."""
         raise NotImplementedError
 
     def _move_full_model_to_vllm(self) -> None:
@@ -69,17 +70,16 @@ class Pushes:
         self._push()
 
     def _push(self) -> None:
-        trainer: Any = self
         try:
             report = self._lora_merge.push(self._policy())
         except (AlreadyMerged, InvalidInput, PushRefused, UnsupportedAdapter) as error:
-            instead = "; --vllm_enable_lora false pushes merged weights" if trainer.rollout_enable_lora else ""
+            instead = "; --vllm_enable_lora false pushes merged weights" if self.rollout_enable_lora else ""
             raise TrainerRefused(f"{error}{instead}. {off('ms-swift')}") from error
         _log.info(f"lora_merge: {report}")
         self._tell(metrics(report))
 
-    def _hold(self, found: Compared, bound: float) -> None:
-        """The importance ratios of all answers, within bounds on every rank."""
+    def _hold(self, found: TokenLogprobs, bound: float) -> None:
+        """Log the importance ratios of all answers; raise `PolicyGap` on every rank if one rank's are out of bounds."""
         lined_up = [pair for pair in found if pair is not None]
         tokens, failure, figures = sum(ours.numel() for ours, _ in lined_up), "", {}
         if tokens:
@@ -109,8 +109,8 @@ class Pushes:
         self._tell(figures | {f"{PREFIX}compared_tokens": float(tokens)})
 
 
-def compared(batches: Sequence[Any]) -> Compared:
-    """Of GRPO's batches, which have both log-probs of every token in one frame.
+def token_logprobs(batches: Sequence[Any]) -> TokenLogprobs:
+    """Return both log-probs of GRPO's batches, which have those of every token in one frame.
 
     Args:
         batches: swift's `GRPOBatch` of each micro-batch.

@@ -27,7 +27,7 @@ def refuse(model: Any, args: Any, options: Options) -> None:
 
 
 def refuse_megatron(args: Any, options: Options) -> None:
-    """As `refuse`, of `megatron rlhf`, before swift makes a model.
+    """Refuse a `megatron rlhf` that cannot be taken over, before swift makes a model.
 
     Raises:
         TrainerRefused: names the flag.
@@ -75,7 +75,7 @@ def _quantised(info: Any, instead: str) -> TrainerRefused:
 
 
 def _quantised_on_disk(folder: str) -> bool:
-    """Whether an engine that is started on a checkpoint holds quantised weights, too."""
+    """Return True if an engine that is started on a checkpoint holds quantised weights, too."""
     from swift.utils.hf_config import HfConfigFactory
     from transformers import PretrainedConfig
 
@@ -96,7 +96,7 @@ def refuse_server(takes_adapters: bool) -> None:
 
 
 def refuse_check(model: nn.Module, args: Any, template: Any, forward: bool) -> None:
-    """Refuse the check of importance ratios where they are not 1 for one and the same policy.
+    """Refuse the check of importance ratios where one and the same policy does not give 1.
 
     Args:
         model: as swift loaded it, with its adapter.
@@ -116,10 +116,10 @@ def refuse_check(model: nn.Module, args: Any, template: Any, forward: bool) -> N
 
 
 def _refuse_filters(args: Any, more: list[str]) -> None:
-    """Raise where answers are sampled otherwise than from the policy, or for other reasons.
+    """Raise `TrainerRefused` if answers are sampled otherwise than from the policy.
 
     Args:
-        more: these, in words.
+        more: further reasons, in words.
     """
     wanted = {"top_k": (-1, 0), "top_p": (1,), "min_p": (0,), "repetition_penalty": (1,), "async_generate": (False,)}
     wrong = []

@@ -10,9 +10,9 @@ import torch
 
 from ..metrics import both_float32
 from ..options import Options
-from .kinds import RELEASE
-from .pushes import Compared, Pushes, compared
+from .pushes import Pushes, TokenLogprobs, token_logprobs
 from .refusals import refuse, refuse_check
+from .release import RELEASE
 
 _USED = {
     "swift.rlhf_trainers.rollout_mixin:RolloutTrainerMixin": (
@@ -32,7 +32,7 @@ _USED = {
 
 
 class Pushing(Pushes):
-    """Stands in front of a trainer of swift's: replaces what moves weights, and looks at what the engine answers."""
+    """Mixed in before a trainer of swift's: replaces what moves weights, and checks what the engine answers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._lora_merge_options = options = Options.from_environment()
@@ -41,36 +41,32 @@ class Pushing(Pushes):
         if options.check is not None:
             refuse_check(model, kwargs["args"], kwargs["template"], isinstance(self, GKD))
         super().__init__(*args, **kwargs)
-        trainer: Any = self
-        self._begin(trainer._load_state_dict_to_vllm, trainer.accelerator.is_main_process)
+        self._begin(self._load_state_dict_to_vllm, self.accelerator.is_main_process)
 
     def _policy(self) -> Any:
-        trainer: Any = self
-        return trainer.model
+        return self.model
 
     def _exact(self) -> bool:
-        trainer: Any = self
-        return both_float32(trainer.model.model_info.torch_dtype) and not (trainer.args.bf16 or trainer.args.fp16)
+        return both_float32(self.model.model_info.torch_dtype) and not (self.args.bf16 or self.args.fp16)
 
     def _prepare_vllm_engine(self) -> Any:
-        """Of a QLoRA policy unquantised, from the same checkpoint: what is pushed is what the codes stand for, and the
-        adapters. swift would have vLLM quantise the base."""
-        trainer: Any = self
-        model = trainer.model
+        """Start the engine of a QLoRA policy unquantised, from the same checkpoint: a push brings what the codes stand
+        for, and the adapters. swift would have vLLM quantise the base."""
+        model = self.model
         known = model.model_info
         model.model_info = plain = copy.copy(known)
         plain.quant_method = plain.quant_bits = None
         try:
-            return super()._prepare_vllm_engine()  # type: ignore[misc]
+            return super()._prepare_vllm_engine()
         finally:
             model.model_info = known
 
     def _engine_infer(self, *args: Any, **kwargs: Any) -> Any:
         self._lora_merge.check()
-        return super()._engine_infer(*args, **kwargs)  # type: ignore[misc]
+        return super()._engine_infer(*args, **kwargs)
 
     def _prepare_batch_inputs(self, samples: Sequence[Any]) -> Any:
-        batches = super()._prepare_batch_inputs(samples)  # type: ignore[misc]
+        batches = super()._prepare_batch_inputs(samples)
         bound = self._lora_merge_options.check
         if bound is not None:
             found = self._logprobs(samples, batches)
@@ -78,41 +74,40 @@ class Pushing(Pushes):
                 self._hold(found, bound)
         return batches
 
-    def _logprobs(self, samples: Sequence[Any], batches: Sequence[Any]) -> Compared | None:
-        """As `_hold` takes them; None where these are no answers of the engine."""
+    def _logprobs(self, samples: Sequence[Any], batches: Sequence[Any]) -> TokenLogprobs | None:
+        """Return both log-probs, as `_hold` takes them; None where these are no answers of the engine."""
         raise NotImplementedError
 
     def _tell(self, figures: dict[str, float]) -> None:
-        trainer: Any = self
-        mode = "train" if trainer.model.training else "eval"
+        mode = "train" if self.model.training else "eval"
         for name, value in figures.items():
-            trainer._metrics[mode][name].append(value)
+            self._metrics[mode][name].append(value)
 
 
 class GRPO(Pushing):
     """swift has both log-probs of every batch already, in one frame."""
 
-    def _logprobs(self, samples: Sequence[Any], batches: Sequence[Any]) -> Compared:
-        return compared([batch["grpo_batch"] for batch in batches])
+    def _logprobs(self, samples: Sequence[Any], batches: Sequence[Any]) -> TokenLogprobs:
+        return token_logprobs([batch["grpo_batch"] for batch in batches])
 
 
 class GKD(Pushing):
-    """swift has the student's logits in the loss alone, which may come after optimizer steps: one more forward."""
+    """swift has the student's logits only in the loss, which may come after optimizer steps: the check runs one more
+    forward."""
 
     @torch.no_grad()
-    def _logprobs(self, samples: Sequence[Any], batches: Sequence[Any]) -> Compared | None:
+    def _logprobs(self, samples: Sequence[Any], batches: Sequence[Any]) -> TokenLogprobs | None:
         from swift.rlhf_trainers.gkd_loss import DataSource
 
-        trainer: Any = self
-        if trainer._data_source != DataSource.STUDENT:
+        if self._data_source != DataSource.STUDENT:
             return None
         found: list[Any] = []
-        for chunk, batch in zip(trainer.split_by_mini_batches(samples), batches, strict=True):
+        for chunk, batch in zip(self.split_by_mini_batches(samples), batches, strict=True):
             inputs = dict(batch["model_inputs"])
             labels = inputs.pop("labels")[:, 1:]
             answers = labels != -100  # padded or packed, in the order of the samples
-            logits = trainer.model(**inputs, use_cache=False).logits[:, :-1][answers]
-            logps = (logits.float() / trainer.temperature).log_softmax(-1)
+            logits = self.model(**inputs, use_cache=False).logits[:, :-1][answers]
+            logps = (logits.float() / self.temperature).log_softmax(-1)
             ours = logps.gather(-1, labels[answers][:, None]).squeeze(-1)
             theirs = torch.tensor([x for sample in chunk for turn in sample.rollout_logprobs for x in turn]).to(ours)
             found.append((ours, theirs) if ours.numel() == theirs.numel() else None)
@@ -120,7 +115,7 @@ class GKD(Pushing):
 
 
 def pushing(kind: str, trainer: type) -> type:
-    """A trainer class of swift's, or one derived from it, that pushes.
+    """Return a trainer class that pushes, derived from one of swift's.
 
     Raises:
         TrainerRefused: this release lacks what is used.

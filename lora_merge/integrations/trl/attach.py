@@ -1,7 +1,8 @@
-"""The call that a user makes to take a TRL trainer over; everything is checked before the trainer is changed."""
+"""The call that takes a TRL trainer over; everything is checked before the trainer is changed."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -87,19 +88,11 @@ def attached(trainer: Any) -> Rollout | None:
 
 def _options(mode: str | None, rounding: str | None, check: float | bool | None, verify: bool | None) -> Options:
     """Return the options that were passed, and those of the environment for the rest."""
-    known = Options.from_environment()
-    if check is None:
-        bound = known.check
-    elif isinstance(check, bool):
-        bound = 0.02 if check else None
-    else:
-        bound = check
-    return Options(
-        mode=known.mode if mode is None else mode,
-        rounding=known.rounding if rounding is None else rounding,
-        check=bound,
-        verify=known.verify if verify is None else verify,
-    )
+    chosen = {"mode": mode, "rounding": rounding, "check": check, "verify": verify}
+    passed: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
+    if isinstance(check, bool):
+        passed["check"] = 0.02 if check else None
+    return replace(Options.from_environment(), **passed)
 
 
 def _rollout_of(engine: Any) -> Rollout | None:

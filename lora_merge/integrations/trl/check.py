@@ -18,8 +18,7 @@ _PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
 
 
 def check_comparable(trainer: Any, generation: Any) -> None:
-    """Raise `TrainerRefused` where a trainer's batches do not hold both sides' log-probs, or not of the same
-    distribution."""
+    """Raise `TrainerRefused` if a trainer's batches lack log-probs of one side, or of the same distribution."""
     kind = type(trainer).__name__
     if not hasattr(trainer, "vllm_importance_sampling_correction"):
         raise TrainerRefused(

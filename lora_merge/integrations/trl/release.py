@@ -21,18 +21,18 @@ _APART = ("OnlineDPOTrainer", "AsyncGRPOTrainer", "AsyncDistillationTrainer")
 SHARED = "GRPO, RLOO, Distillation, SDPO, GOLD, IW-OPD and SDFT (and what is derived from them)"
 
 
-def apart(trainer: Any) -> str | None:
-    """The name of the class if a trainer has code of its own for vLLM, which is not taken over."""
+def own_rollout(trainer: Any) -> str | None:
+    """Return the class of a trainer that has code of its own for vLLM, which is not taken over; else None."""
     return next((c.__name__ for c in type(trainer).__mro__ if c.__name__ in _APART), None)
 
 
 def generation_of(trainer: Any) -> Any:
-    """The `VLLMGeneration` of a trainer, which has all that is used of it.
+    """Return the `VLLMGeneration` of a trainer, which has all that is used of it.
 
     Raises:
-        TrainerRefused: there is none, or this release of TRL is another than those that are known.
+        TrainerRefused: there is none, or this release of TRL lacks names that are used.
     """
-    kind, other = type(trainer), apart(trainer)
+    kind, other = type(trainer), own_rollout(trainer)
     if other is not None:
         raise TrainerRefused(
             f"{other} brings its weights to vLLM with code of its own, which lora_merge does not take over; it takes "

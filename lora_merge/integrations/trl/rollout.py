@@ -22,7 +22,7 @@ from ..tied import check_tied
 from .release import GENERATION, OFF
 
 QUANTISED = "bitsandbytes"
-"""What vLLM calls engines that hold their weights in its codes."""
+"""vLLM's name for engines that hold their weights in its codes."""
 
 
 class Rollout:
@@ -50,7 +50,7 @@ class Rollout:
         """Raise `TrainerRefused` if the engine was not started for the chosen options."""
 
     def install(self) -> None:
-        """Take over: from now on TRL's calls come here."""
+        """Take over: TRL's calls come here from now on."""
         self.attached = True
         self.generation.sync_weights = self.sync_weights
 
@@ -67,12 +67,12 @@ class Rollout:
 
     @property
     def engine_dtype(self) -> torch.dtype:
-        """The dtype in which the engine computes."""
+        """Return the dtype in which the engine computes."""
         raise NotImplementedError
 
     @property
     def model(self) -> Any:
-        """The model as accelerate has wrapped it by now: FSDP's outermost unit holds parameters of its own."""
+        """Return the model as accelerate has wrapped it by now: FSDP's outermost unit holds parameters of its own."""
         return self.trainer.model_wrapped
 
     def log(self, numbers: dict[str, float]) -> None:
@@ -96,7 +96,7 @@ class Colocated(Rollout):
         self.takes_over = f"VLLMGeneration.sync_weights: {options.mode} pushes into the colocated engine"
         self._kept = KeptSync()
         self._synced = False
-        """Whether the last push went through; there is none in a trainer that resumed between two of its syncs."""
+        """True if the last push went through; there is none in a trainer that resumed between two of its syncs."""
 
     @property
     def engine_dtype(self) -> torch.dtype:
@@ -145,11 +145,11 @@ class Colocated(Rollout):
         self._tell(report)
 
     def generate(self, *args: Any, lora_request: Any = None, **kwargs: Any) -> Any:
-        """`generate` of TRL's `LLM`, with what was pushed last and nothing else.
+        """Call `generate` of TRL's `LLM` with what was pushed last.
 
         Raises:
             InvalidInput: a `lora_request` of the caller's own.
-            PushRefused: something else than this trainer has written to the engine since.
+            PushRefused: something else has written to the engine since the last push.
         """
         if lora_request is not None:
             raise InvalidInput(f"the engine serves the policy, and no {lora_request}: leave lora_request out")
@@ -182,11 +182,11 @@ class Server(Rollout):
         if self._dtype is None:
             from accelerate.utils import broadcast_object_list
 
-            told = [None]
+            answer = [None]
             if self.generation.accelerator.is_main_process:
-                told = [self.generation.vllm_client.get_server_info()["model_config"]["dtype"]]
-            broadcast_object_list(told)
-            self._dtype = dtype_of(str(told[0]).removeprefix("torch."))
+                answer = [self.generation.vllm_client.get_server_info()["model_config"]["dtype"]]
+            broadcast_object_list(answer)
+            self._dtype = dtype_of(str(answer[0]).removeprefix("torch."))
         return self._dtype
 
     def check(self) -> None:

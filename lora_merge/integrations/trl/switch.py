@@ -13,13 +13,13 @@ from ..compat import TrainerRefused
 from ..options import Options
 from .attach import attach, attached
 from .engine import engine_options
-from .release import GENERATION, OFF, apart
+from .release import GENERATION, OFF, own_rollout
 
 _INSTALLED = "_lora_merge_attaches"
 
 
 def install() -> None:
-    """From here on each trainer of TRL that rolls out by vLLM is attached when it starts; in adapter mode its engine is
+    """Attach, from now on, each trainer of TRL that rolls out by vLLM when it starts. In adapter mode its engine is
     started with `enable_lora`, and for a QLoRA policy unquantised. Harmless when called twice."""
     from transformers import Trainer
 
@@ -42,10 +42,11 @@ def _attached_first(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rolls_out_by_trl(trainer: Any) -> bool:
-    """Whether there is a sync to take over, or to say of that it cannot be (trainers that are built on TRL and roll out
-    in their own way are others' business)."""
+    """Return True if there is a sync to take over or to refuse. (Trainers built on TRL that roll out in their own way
+    are left alone.)"""
     own = type(trainer).__module__.partition(".")[0] == "trl"
-    by_vllm = getattr(trainer.args, "use_vllm", apart(trainer) is not None)  # the asynchronous ones know no other way
+    # The asynchronous ones have no `use_vllm`: they know no other way.
+    by_vllm = getattr(trainer.args, "use_vllm", own_rollout(trainer) is not None)
     return hasattr(trainer, "vllm_generation") or (own and bool(by_vllm))
 
 
@@ -60,8 +61,8 @@ def _then_prepare(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _prepare_engine(kind: Any) -> None:
-    """Start engines with `enable_lora` where the mode is "adapter", and without bitsandbytes where the trainer's base
-    is quantised by it: what is pushed is what the codes stand for, and the adapters. TRL has no flags for these."""
+    """Start engines with `enable_lora` in adapter mode, and unquantised where bitsandbytes quantises the trainer's
+    base: a push brings what the codes stand for, and the adapters. TRL has no flags for these."""
     if _INSTALLED in vars(kind):
         return
     setattr(kind, _INSTALLED, True)
@@ -81,7 +82,7 @@ def _prepare_engine(kind: Any) -> None:
 
 
 def max_lora_rank(model: Any) -> int:
-    """The least `max_lora_rank` of vLLM's that takes the active adapters of a model, which go side by side as one.
+    """Return the least `max_lora_rank` of vLLM's that takes a model's active adapters side by side as one.
 
     Raises:
         TrainerRefused: there is none, or no adapter.

@@ -1,4 +1,4 @@
-"""Checks that verl's rollout is the trained policy: its batches hold the log-probs of both."""
+"""Checks that verl's rollout is the trained policy, by the log-probs of both in its batches."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..metrics import gap_of_tokens, hold
 
 
 def check_batch(batch: Any, bound: float = 0.02, *, exact: bool = False) -> dict[str, float]:
-    """The importance ratios between the trainer's log-probs in a batch of verl's and the rollout's.
+    """Return the importance ratios between the trainer's log-probs in a batch of verl's and the rollout's.
 
     Args:
         batch: a `DataProto` or `TensorDict` with `old_log_probs`, `rollout_log_probs` and `response_mask`, padded to
             `[N, R]` or jagged.
         bound: how far a ratio may lie from 1.
-        exact: whether trainer and rollout compute in float32: then every token's ratio has to lie within the bound,
-            else their mean.
+        exact: True if trainer and rollout compute in float32: every token's ratio has to lie within the bound; else
+            their mean has to.
 
     Returns:
         numbers for a logger, by name; empty where no token counts.

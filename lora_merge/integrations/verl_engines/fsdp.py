@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from verl.utils.fsdp_utils import offload_fsdp_model_to_cpu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
@@ -14,9 +12,6 @@ from .stream import Pass
 class MergedFSDP(Merging):
     """Mixed in before an FSDP engine of verl's: its merged weights come from `MergedWeights`. Parameters that verl
     offloads are loaded by it before it asks for them, and offloaded again when the last one was taken."""
-
-    module: Any
-    _is_offload_param: bool
 
     def _merged_lora_per_tensor_param(self) -> Pass:
         return self.stream().begin(after=self._offload)

@@ -1,4 +1,4 @@
-"""What this package's verl engines share, whatever shards the model."""
+"""Base of this package's verl engines, whatever shards the model."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from ..compat import TrainerRefused, off
 from ..metrics import metrics
 from ..options import SWITCH
 from .check import check_batch
-from .registry import RELEASE, merges
+from .release import RELEASE, merges
 from .stream import FLAG, Stream
 
+_Engine: Any = object
+"""The engine of verl's behind `Merging`, of which no types are known."""
 
-class Merging:
+
+class Merging(_Engine):
     """Mixed in before an engine of verl's.
 
     With `model.lora.merge=True` weights for the rollout come from a kept `Stream`, its report is among the metrics of
@@ -24,31 +27,28 @@ class Merging:
     without an adapter, the engine is verl's.
     """
 
-    module: Any
-    model_config: Any
-    engine_config: Any
-    rank: int
     _stream: Stream | None = None
-    _told: int = 0
+    _reported: int = 0
+    """The version of the last report among the metrics."""
 
     def initialize(self) -> None:
-        """Build the model as verl does; what cannot be served is refused at once."""
+        """Build the model as verl does; refuse at once what cannot be served."""
         if not self.merging:
-            super().initialize()  # type: ignore[misc]
+            super().initialize()
             return
         self._refuse()
-        super().initialize()  # type: ignore[misc]
+        super().initialize()
         self._stream = self._make_stream()
         theirs = next(kind for kind in type(self).__mro__ if kind.__module__.startswith("verl."))
         RELEASE.announce(f"the merged weights of {theirs.__qualname__} (actor_rollout_ref.model.lora.merge)")
 
     @property
     def merging(self) -> bool:
-        """Whether this engine trains an adapter that verl is told to merge."""
+        """Return True if this engine trains an adapter that verl is told to merge."""
         return merges(self.model_config, self.engine_config)
 
     def stream(self) -> Stream:
-        """The kept stream of the model."""
+        """Return the kept stream of the model."""
         if self._stream is None:
             raise TrainerRefused(f"the engine was not initialised with {FLAG}: start the run with it")
         return self._stream
@@ -57,34 +57,33 @@ class Merging:
         return Stream(self.module, self.rank)
 
     def train_batch(self, data: Any, loss_function: Any) -> Any:
-        """verl's, with what the last sync has cost, and with how far rollout and trainer lie apart, in its metrics."""
+        """Train as verl does, with the cost of the last sync and the gap between rollout and trainer in the metrics."""
         found: dict[str, float] = {}
         if self.merging:
             stream = self.stream()
             if stream.options.check is not None:
                 with Ranks(dist.group.WORLD).vote(f"{SWITCH}_CHECK"):
                     found |= check_batch(data, stream.options.check, exact=stream.exact(self._autocast()))
-            if stream.report is not None and stream.report.version != self._told:
-                self._told = stream.report.version
+            if stream.report is not None and stream.report.version != self._reported:
+                self._reported = stream.report.version
                 found |= metrics(stream.report)
-        outputs = super().train_batch(data, loss_function)  # type: ignore[misc]
-        if self.is_mp_src_rank_with_outputs():  # type: ignore[attr-defined]
-            outputs["metrics"] |= {
-                name: [value] for name, value in found.items()
-            }  # verl's are one for each micro-batch
+        outputs = super().train_batch(data, loss_function)
+        if self.is_mp_src_rank_with_outputs():
+            # verl's are one for each micro-batch.
+            outputs["metrics"] |= {name: [value] for name, value in found.items()}
         return outputs
 
     def get_per_tensor_param_shard(self, **options: Any) -> Any:
-        """Refused while adapters are merged: shards of verl's own export lack what the adapters add."""
+        """Refuse shards of verl's own export while adapters are merged: they lack what the adapters add."""
         if self.merging:
             raise TrainerRefused(
                 "actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded sends shards of the base alone, "
                 f"without what the adapter adds: choose another backend with {FLAG}"
             )
-        return super().get_per_tensor_param_shard(**options)  # type: ignore[misc]
+        return super().get_per_tensor_param_shard(**options)
 
     def _autocast(self) -> torch.dtype:
-        """What the forward computes in."""
+        """Return the dtype that the forward computes in."""
         return getattr(self, "_autocast_dtype", torch.bfloat16)
 
     def _refuse(self) -> None:

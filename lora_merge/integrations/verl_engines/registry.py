@@ -7,10 +7,10 @@ import os
 from contextlib import suppress
 from typing import Any
 
-from ..compat import Release, TrainerRefused
+from ..compat import TrainerRefused
 from ..options import switched_off
+from .release import RELEASE, merges
 
-RELEASE = Release("verl", "verl", ("0.9.1",))
 _MODEL = "language_model"
 _BACKENDS = ("fsdp", "fsdp2", "megatron")
 _VENDOR = "nvidia"
@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 
 def take_over() -> None:
-    """Register engines of this package in front of verl's own; does nothing when called twice, or if LORA_MERGE=0.
+    """Register engines of this package in front of verl's own. Does nothing when called twice, or if LORA_MERGE=0.
 
     Raises:
-        TrainerRefused: this release of verl lacks what is used; or somebody else's engine stands in the same place.
+        TrainerRefused: this release of verl lacks names that are used, or somebody else's engine is registered there.
         MissingExtra: verl is not installed.
     """
     if not switched_off():
@@ -46,9 +46,12 @@ def take_over() -> None:
 
 
 def take_over_quietly() -> None:
-    """As `take_over`, in verl's plugin, whose errors verl hides: only for NVIDIA's accelerators, whose engines are
-    verl's own. Where a release lacks something, merging is refused as soon as an engine is to do it; somebody else's
-    engine is left alone, with a warning."""
+    """Take over in verl's plugin, whose errors verl hides, and only for NVIDIA's accelerators, whose engines are verl's
+    own.
+
+    Where a release lacks a name, an engine that is to merge raises. Somebody else's engine is left alone, with a
+    warning.
+    """
     if switched_off():
         return
     try:
@@ -64,15 +67,8 @@ def take_over_quietly() -> None:
         logger.warning("lora_merge takes nothing of verl over: %s", error)
 
 
-def merges(model_config: Any, engine_config: Any) -> bool:
-    """Whether an engine of this configuration trains an adapter that verl is told to merge."""
-    lora = model_config.lora
-    rank = max(model_config.lora_rank, lora.get("rank", 0) or 0)
-    return bool(rank > 0 and lora.get("merge", False) and not engine_config.forward_only)
-
-
 def place() -> tuple[str, str]:
-    """The accelerator and its vendor for which verl looks up engines."""
+    """Return the accelerator and its vendor for which verl looks up engines."""
     from verl.utils.device import get_device_name, get_vendor
 
     return os.getenv("VERL_ENGINE_DEVICE") or get_device_name(), os.getenv("VERL_ENGINE_VENDOR") or get_vendor()
@@ -106,7 +102,7 @@ def _register(only: str | None) -> None:
 
 
 def _refuse_merging(error: TrainerRefused) -> None:
-    """Have verl's engines raise this, if they are to merge."""
+    """Let verl's engines raise this if they are to merge."""
     from verl.workers.engine.base import EngineRegistry
 
     device, vendor = place()
@@ -126,7 +122,7 @@ def _refuse_merging(error: TrainerRefused) -> None:
 
 
 def _engine(backend: str) -> type | None:
-    """This package's engine; None where verl lacks what it is made of."""
+    """Return this package's engine; None where verl lacks what it is made of."""
     if backend == "megatron":
         try:
             from .megatron import LoraMergeMegatronEngine

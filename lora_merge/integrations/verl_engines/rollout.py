@@ -18,7 +18,7 @@ from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from ...engine.control.calls import while_alive
 from ...engine.vllm.control import AsyncControl
-from ...engine.vllm.plugin import BACKEND
+from ...engine.vllm.names import BACKEND
 from ...engine.vllm.sync import VllmSync
 from ..compat import TrainerRefused
 from ..pushing import KeptSync
@@ -64,28 +64,28 @@ class ServerControl(AsyncControl):
         return value
 
     def _inside(self, work: Callable[..., Any], *given: Any) -> Any:
-        """What `work(server, *given)` returns in the actor."""
+        """Return `work(server, *given)`, called in the actor."""
         import ray
 
         return ray.get(self.engine.__ray_call__.remote(work, *given))
 
 
 def _offers(server: Any, method: str) -> bool:
-    """In the actor: whether its engine, or a part of it, has a method."""
+    """Return, in the actor, whether its engine or a part of it has a method."""
     with suppress(AttributeError):
         return callable(attrgetter(method)(server.engine))
     return False
 
 
 def _begin(server: Any, call: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """In the actor: begin a call of its engine."""
+    """Begin a call of the engine, in the actor."""
     calls = server.__dict__.setdefault(_CALLS, {})
     loop = server._server_task.get_loop()  # Ray runs this in another thread than the actor's coroutines
     calls[call] = asyncio.run_coroutine_threadsafe(attrgetter(method)(server.engine)(*args, **kwargs), loop)
 
 
 def _look(server: Any, call: str) -> tuple[Any, str | None] | None:
-    """In the actor: what a call has returned and its error in words, once; None while it goes on."""
+    """Return, in the actor, a call's value and its error in words, once; None while it goes on."""
     future = getattr(server, _CALLS)[call]
     if not future.done():
         return None
@@ -95,20 +95,20 @@ def _look(server: Any, call: str) -> tuple[Any, str | None] | None:
 
 
 class LoraMergeServerAdapter(ServerAdapter):
-    """verl's side of a vLLM server in a trainer's rank: brings merged weights by `VllmSync` where the server was
-    configured for that, and is verl's own in everything else."""
+    """A rank's side of verl's vLLM server: pushes merged weights by `VllmSync` if the server was configured for that,
+    and does as verl in everything else."""
 
     _kept: KeptSync | None = None
 
     @property
     def configured(self) -> bool:
-        """Whether the server was started for pushes."""
+        """Return True if the server was started for pushes."""
         options = (self.config.engine_kwargs or {}).get("vllm", {}) or {}
         transfer = options.get("weight_transfer_config") or {}
         return bool(transfer) and transfer.get("backend") == BACKEND
 
     async def update_weights(self, weights: Any, global_steps: int | None = None, **options: Any) -> None:
-        """Push, where the weights are this package's and the server was configured for it.
+        """Push the weights if they are this package's and the server was configured for it.
 
         Raises:
             TrainerRefused: the server was configured for pushes, and verl sends an adapter alone.
@@ -126,7 +126,7 @@ class LoraMergeServerAdapter(ServerAdapter):
             await self.server_handle.set_global_steps.remote(global_steps)
 
     def _sync_of(self, weights: Pass) -> VllmSync:
-        """Kept as long as the model is the same; collective over the trainer's ranks."""
+        """Return the sync, kept as long as the model is the same. Collective over the trainer's ranks."""
         if self._kept is None:
             self._kept = KeptSync()
         control = ServerControl(self.server_handle) if self._ensure_server_handle() else None

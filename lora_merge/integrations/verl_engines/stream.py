@@ -1,4 +1,4 @@
-"""What an engine of verl's hands to its rollout: merged weights, checked before the first one, and a report of them."""
+"""The stream of merged weights from an engine of verl's to its rollout, checked before the first, and its report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...engine.push.replica import SyncReport
-from ...engine.vllm.plugin import BACKEND
+from ...engine.vllm.names import BACKEND
 from ...engine.vllm.sync import VllmSync
 from ...errors import InvalidInput, LoraMergeError
 from ...stream.buckets import dtype_of
@@ -51,11 +51,11 @@ class Stream:
         self._rank, self.passes = rank, 0
 
     def exact(self, computed: torch.dtype) -> bool:
-        """Whether trainer (which computes in `computed`) and rollout hold the policy in float32."""
+        """Return True if trainer (which computes in `computed`) and rollout hold the policy in float32."""
         return self.dtype is not None and both_float32(self.dtype, computed)
 
     def begin(self, after: Callable[[], None] = lambda: None) -> Pass:
-        """A pass: what can be checked is checked now, before verl's rollout begins to receive. Collective.
+        """Return a pass, after every check that can be made before verl's rollout begins to receive. Collective.
 
         Args:
             after: called when the pass has ended, also in an error.
@@ -74,7 +74,7 @@ class Stream:
         return Pass(self, after)
 
     def ended(self, report: SyncReport) -> None:
-        """Note and log what a pass has cost."""
+        """Keep and log the report of a pass."""
         self.report = report
         if self._rank == 0:
             logger.info("lora_merge: %s", report)

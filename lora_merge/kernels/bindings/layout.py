@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Field(NamedTuple):
-    """Of a segment: 64-bit words."""
+    """A field of a struct: 64-bit words."""
 
     name: str
     words: int
@@ -93,7 +93,7 @@ MAX_RANK = 512
 MAX_SIDE = 2**31 - 2**12
 """Rows and columns of one rectangle that is computed, so that kernels count them in 32 bits; elements are unlimited."""
 PACKED_SOURCE = 0x100
-"""Beside a dtype code: a launch reads codes that stand for such elements."""
+"""Added to a dtype code: a launch reads codes that stand for such elements."""
 CHUNK = 32
 """Ranks that a kernel takes at a time."""
 
@@ -136,89 +136,54 @@ RECORD_BYTES, CODE_BYTES = 16, UNIT_ELEMENTS // 4
 TRACK_MERGE, TRACK_UNMERGE, TRACK_REMERGE = 0, 1, 2
 """What a launch does."""
 SECOND_ARENA = 2**62
-"""Added to places in every other arena, so that those of a plan and of the one that follows it are told apart."""
+"""Added to places in every other arena, so that those of a plan and of the one that follows it differ."""
 
 # The type Watch, which notes what a reading of a live model saw.
-WATCH_ADD, WATCH_TENSORS, WATCH_GIVE, WATCH_DONE, WATCH_AGAIN = 4, 2, 1, 0, 1
-"""How many arguments its methods take."""
+WATCH_ADD, WATCH_TENSORS = 4, 2
+"""How many arguments these methods take."""
 
-_CONSTANTS = [
-    "PAIRS",
-    "PART_VECTORS",
-    "MAX_RANK",
-    "MAX_SIDE",
-    "PACKED_SOURCE",
-    "CHUNK",
-    "INLINE_SEGMENTS",
-    "WARPS",
-    "WARP_COLS",
-    "NORM_ROWS",
-    "RAW_ROWS",
-    "RAW_COLS",
-    "RAW_COLS_1",
-    "TILE_ROWS",
-    "BOX_COLS",
-    "HOPPER_COLS",
-    "MAP_BYTES",
-    "SCALED_BLOCK",
-    "INLINE_ROUNDED",
-    "SCALE_MEASURE",
-    "SCALE_CONVERT",
-    "SCALE_WHOLE",
-    "UNIT_ELEMENTS",
-    "RECORD_BYTES",
-    "CODE_BYTES",
-    "TRACK_MERGE",
-    "TRACK_UNMERGE",
-    "TRACK_REMERGE",
-    "SECOND_ARENA",
-    "WATCH_ADD",
-    "WATCH_TENSORS",
-    "WATCH_GIVE",
-    "WATCH_DONE",
-    "WATCH_AGAIN",
-]
+_CONSTANTS = [name for name, value in globals().items() if isinstance(value, int) and not name.endswith("WORDS")]
 
-_TABLE = "const Segment* table, int64_t segments"
-_JOURNAL = "uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, "
-_JOURNAL += "int64_t mark, int64_t* asked"
-_MEMORY = "int64_t per_block, int64_t per_processor"
-_PLACED = f"{_TABLE}, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment"
-_KIND = f"{_PLACED}, int32_t* counter, int64_t dtype, int64_t adapters"
-_UNITS = "int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit"
-_SHAPE = "int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank"
-_TILES = "const uint8_t* maps, int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank"
-_RANDOM = "bool stochastic, int64_t seed"
-_TRACK = f"int64_t way, {_JOURNAL}, int64_t chunk, uint8_t* before, int64_t room_before"
-_WHERE = "int64_t device, void* stream"
+STRUCTS = {
+    "Placed": "const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, "
+    "int64_t n_unit_segment",
+    "Units": "int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit",
+    "Blocks": "int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank",
+    "Tiles": "const uint8_t* maps, int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank",
+    "Rounding": "bool stochastic, int64_t seed",
+    "Journal": "uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, "
+    "int64_t mark, int64_t* asked",
+    "Arena": "uint8_t* before, int64_t room_before",
+    "Where": "int64_t device, void* stream",
+}
+"""Arguments that go together: a struct in C++, so that each has its name there. Python passes them one by one."""
+_CPU_TABLE = "const Segment* table, int64_t segments"
+_LAUNCH = "Placed placed, int32_t* counter, int64_t dtype, int64_t adapters, Units units"
+_TRACK = "int64_t way, Journal journal, int64_t chunk, Arena before, Where where"
 OPERATORS = {
     "layout_hash": ("std::string", ""),
     "cuda_architectures": ("std::vector<std::string>", ""),
     "cpu_isas": ("std::vector<std::string>", ""),
     "use_threads": ("void", "void* parallel_for, void* num_threads"),
-    "launch_cpu": ("bool", f"{_TABLE}, {_RANDOM}"),
-    "row_norms_cpu": ("void", f"{_TABLE}, double* out, int64_t n_out"),
-    "tracked_sizes_cpu": ("int64_t", f"{_TABLE}, int64_t* first_unit"),
-    "track_cpu": ("void", f"{_TABLE}, {_JOURNAL}"),
-    "untrack_cpu": ("void", f"{_TABLE}, {_JOURNAL}"),
+    "launch_cpu": ("bool", f"{_CPU_TABLE}, Rounding rounding"),
+    "row_norms_cpu": ("void", f"{_CPU_TABLE}, double* out, int64_t n_out"),
+    "tracked_sizes_cpu": ("int64_t", f"{_CPU_TABLE}, int64_t* first_unit"),
+    "track_cpu": ("void", f"{_CPU_TABLE}, Journal journal"),
+    "untrack_cpu": ("void", f"{_CPU_TABLE}, Journal journal"),
     "retrack_cpu": (
-        "void", f"{_TABLE}, const Segment* table_before, int64_t segments_before, {_JOURNAL}, uint8_t* before",
+        "void", f"{_CPU_TABLE}, const Segment* table_before, int64_t segments_before, Journal journal, uint8_t* before",
     ),
     "merge_shape": (
         "std::vector<int64_t>", "int64_t max_rank, int64_t planes, int64_t element_bytes, int64_t narrowest, "
-        f"int64_t widest, {_MEMORY}",
+        "int64_t widest, int64_t per_block, int64_t per_processor",
     ),
-    "accepts_shape": (
-        "bool",
-        "int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, int64_t planes, "
-        "int64_t element_bytes, int64_t per_block",
-    ),
+    "accepts_shape": ("bool", "Blocks blocks, int64_t planes, int64_t element_bytes, int64_t per_block"),
     "hopper_tiles": (
-        "std::vector<int64_t>", "int64_t max_rank, int64_t planes, int64_t beside, int64_t per_block, bool ahead",
+        "std::vector<int64_t>", "int64_t max_rank, int64_t planes, int64_t extra, int64_t per_block, bool ahead",
     ),
     "accepts_tiles": (
         "bool",
-        "int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t planes, int64_t beside, "
+        "int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t planes, int64_t extra, "
         "bool ahead, int64_t per_block",
     ),
 }  # fmt: skip
@@ -226,32 +191,42 @@ CUDA_OPERATORS = {
     "cuda_problem": ("std::string", ""),
     "launch_cuda": (
         "void",
-        f"{_PLACED}, int32_t* counter, int64_t source_dtype, int64_t destination_dtype, int64_t adapters, {_UNITS}, "
-        f"{_SHAPE}, {_RANDOM}, {_WHERE}",
+        "Placed placed, int32_t* counter, int64_t source_dtype, int64_t destination_dtype, int64_t adapters, "
+        "Units units, Blocks blocks, Rounding rounding, Where where",
     ),
     "scale_cuda": (
-        "void", f"const Rounded* jobs, int64_t n_jobs, int64_t dtype, int64_t group, int64_t part, {_WHERE}",
+        "void", "const Rounded* jobs, int64_t n_jobs, int64_t dtype, int64_t group, int64_t part, Where where",
     ),
-    "launch_hopper": (
-        "void", f"{_KIND}, {_UNITS}, {_TILES}, {_RANDOM}, {_WHERE}",
-    ),
+    "launch_hopper": ("void", f"{_LAUNCH}, Tiles tiles, Rounding rounding, Where where"),
     "launch_hopper_scaled": (
-        "void", f"{_KIND}, {_UNITS}, {_TILES}, int64_t group, int64_t part, {_RANDOM}, {_WHERE}",
+        "void", f"{_LAUNCH}, Tiles tiles, int64_t group, int64_t part, Rounding rounding, Where where",
     ),
-    "tensor_maps": ("void", f"{_TABLE}, int64_t adapters, uint8_t* maps"),
-    "split_adapters": ("void", f"{_PLACED}, int64_t n_units, {_WHERE}"),
+    "tensor_maps": ("void", f"{_CPU_TABLE}, int64_t adapters, uint8_t* maps"),
+    "split_adapters": ("void", "Placed placed, int64_t n_units, Where where"),
     "row_norms_cuda": (
-        "void", f"{_PLACED}, int64_t source_dtype, int64_t n_units, int64_t max_rank, double* out, {_WHERE}",
+        "void", "Placed placed, int64_t source_dtype, int64_t n_units, int64_t max_rank, double* out, Where where",
     ),
-    "track_cuda": (
-        "void", f"{_KIND}, {_UNITS}, {_SHAPE}, {_TRACK}, {_WHERE}",
-    ),
-    "track_hopper": (
-        "void", f"{_KIND}, {_UNITS}, {_TILES}, {_TRACK}, {_WHERE}",
-    ),
+    "track_cuda": ("void", f"{_LAUNCH}, Blocks blocks, {_TRACK}"),
+    "track_hopper": ("void", f"{_LAUNCH}, Tiles tiles, {_TRACK}"),
 }  # fmt: skip
 """What the compiled module offers, as C++ declares it: functions of numbers and addresses. `operators.py` calls them,
 and checks the tensors behind the addresses. Those of GPUs are there where it was built with nvcc."""
+
+
+def parameters(name: str) -> list[str]:
+    """Return the names of the numbers and addresses that Python passes to an operator, in order."""
+    taken = _split((OPERATORS | CUDA_OPERATORS)[name][1])
+    return [field for kind, label in taken for _, field in _split(STRUCTS.get(kind, f"{kind} {label}"))]
+
+
+def _split(declared: str) -> list[tuple[str, str]]:
+    """Return type and name of each part of a C++ declaration."""
+    return [(part.rpartition(" ")[0], part.rpartition(" ")[2]) for part in declared.split(", ") if part]
+
+
+def _struct(name: str, declared: str) -> str:
+    fields = ", ".join(field for _, field in _split(declared))
+    return f"struct {name} {{ {declared.replace(',', ';')}; auto all() {{ return std::tie({fields}); }} }};"
 
 
 def _camel(name: str) -> str:
@@ -292,6 +267,7 @@ def _body() -> str:
             *(f"constexpr {_type(name)} {_camel(name)} = {globals()[name]};" for name in _CONSTANTS),
             "",
             "namespace operators {",
+            *(_struct(name, declared) for name, declared in STRUCTS.items()),
             *(f"{result} {name}({taken});" for name, (result, taken) in (OPERATORS | CUDA_OPERATORS).items()),
             "}  // namespace operators",
             f"#define LORA_MERGE_OPERATORS(X) {' '.join(f'X({name})' for name in OPERATORS)}",
@@ -305,13 +281,14 @@ HASH = hashlib.blake2b(_body().encode(), digest_size=8).hexdigest()
 
 
 def header() -> str:
-    """The text of csrc/layout.h."""
+    """Return the text of csrc/layout.h."""
     return f"""\
 // What Python and C++ must agree on. Written by `python lora_merge/kernels/bindings/layout.py`: change it there.
 // clang-format off
 #pragma once
 #include <cstdint>
 #include <string>
+#include <tuple>
 #include <vector>
 
 namespace lora_merge {{

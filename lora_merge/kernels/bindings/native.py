@@ -40,8 +40,8 @@ def load_error() -> str | None:
 
 
 def _import() -> Any:
-    """The module beside these files; or that of an installed lora_merge, where these are a checkout that a Python was
-    started in, and so comes first on the path. `stale` says whether the two fit."""
+    """Import the module next to these files, or that of an installed lora_merge where Python was started in a checkout
+    without one. `stale` says whether the two fit."""
     try:
         return import_module("lora_merge._C")
     except ModuleNotFoundError:
@@ -57,7 +57,7 @@ def _import() -> Any:
 
 
 def _installed() -> Iterator[Path]:
-    """Compiled modules of lora_merge in the folders from which this Python imports, in their order."""
+    """Yield compiled modules of lora_merge in the folders from which this Python imports."""
     for folder in sys.path:
         for file in sorted(Path(folder or ".", "lora_merge").glob("_C.*")):
             if file.name.endswith(tuple(EXTENSION_SUFFIXES)):
@@ -85,19 +85,19 @@ def _lend_threads(found: Any) -> None:
 
 
 def has_cuda() -> bool:
-    """Whether the extension was built with nvcc."""
+    """Return True if the extension was built with nvcc."""
     return load_error() is None and hasattr(compiled, "launch_cuda")
 
 
 @cache
 def cuda_problem() -> str | None:
-    """Why the CUDA kernels cannot be launched in this process; None if they can."""
-    told = compiled.cuda_problem()
-    return f"the compiled kernels do not start: {told}; a newer driver runs them" if told else None
+    """Return why the CUDA kernels cannot be launched in this process; None if they can."""
+    problem = compiled.cuda_problem()
+    return f"the compiled kernels do not start: {problem}; a newer driver runs them" if problem else None
 
 
 def no_image(capability: tuple[int, int]) -> str | None:
-    """Why the extension has no code for a GPU of this compute capability; None if it has."""
+    """Return why the extension has no code for a GPU of this compute capability; None if it has."""
     built = architectures()
     if any(runs(name, capability) for name in built):
         return None
@@ -110,12 +110,12 @@ def no_image(capability: tuple[int, int]) -> str | None:
 
 @cache
 def architectures() -> tuple[str, ...]:
-    """What the extension was built for, as nvcc calls it: "80", "90a", "120+PTX"."""
+    """Return what the extension was built for, as nvcc calls it: "80", "90a", "120+PTX"."""
     return tuple(compiled.cuda_architectures())
 
 
 def runs(architecture: str, capability: tuple[int, int]) -> bool:
-    """Whether a GPU runs code of an architecture.
+    """Return True if a GPU runs code of an architecture.
 
     Machine code runs on its own major version, from its minor one on; PTX, which the driver compiles, on all that came
     later, too. With an "a" both are for exactly one GPU, with an "f" for a family, here that of the major version.

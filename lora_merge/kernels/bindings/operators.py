@@ -13,12 +13,17 @@ from . import native
 from .layout import MAP_BYTES, ROUNDED_WORDS, WORDS
 
 CPU = -1
-"""As GPUs have numbers."""
+"""Device index of the CPU; GPUs are 0, 1, ..."""
 
 
 def _addresses(device: int, *wanted: tuple[Tensor, str, torch.dtype, int]) -> list[int]:
-    """Where tensors begin that have to be contiguous, of a dtype, on a device, and of so many elements at least;
-    `wanted` has these with a name for each. One call for all: Python's frames are what a launch costs."""
+    """Return where tensors begin; raise RuntimeError unless each is contiguous and on the device.
+
+    One call for all, as Python's frames are what a launch costs.
+
+    Args:
+        wanted: of each tensor a name for messages, the dtype, and the fewest elements.
+    """
     found = []
     for t, label, dtype, numel in wanted:
         if t.dtype != dtype or t.get_device() != device or t.is_meta or not t.is_contiguous():
@@ -33,7 +38,7 @@ def _addresses(device: int, *wanted: tuple[Tensor, str, torch.dtype, int]) -> li
 
 
 def _words(table: Tensor, device: int) -> tuple[int, int]:
-    """Address and number of a table's segments; C++ checks their words where the CPU can read them."""
+    """Return address and number of a table's segments. C++ checks their words where the CPU can read them."""
     if (
         table.dtype != torch.int64
         or table.dim() != 2
@@ -50,8 +55,7 @@ def _words(table: Tensor, device: int) -> tuple[int, int]:
 
 
 def _journal(device: int, codes: Tensor, records: Tensor, arena: Tensor, mark: int, asked: Tensor) -> tuple[int, ...]:
-    """What brings weights back: addresses and sizes of its memory, what places in its arena have added, and the
-    counters of what was asked for."""
+    """Return the fields of `layout.STRUCTS["Journal"]`."""
     a, b, c, d = _addresses(
         device,
         (codes, "codes", torch.uint8, 0),
@@ -81,7 +85,7 @@ def row_norms_cpu(table: Tensor, out: Tensor) -> None:
 
 
 def tracked_sizes_cpu(table: Tensor) -> tuple[Tensor, int]:
-    """The number of each segment's first unit, and of all units, int64 `[segments + 1]`; bytes of the codes."""
+    """Return the number of each segment's first unit, and of all units, int64 `[segments + 1]`; bytes of the codes."""
     words = _words(table, CPU)
     first = torch.empty(words[1] + 1, dtype=torch.int64, device="cpu")
     return first, native.compiled.tracked_sizes_cpu(*words, first.data_ptr())
@@ -114,7 +118,8 @@ def retrack_cpu(
 
 
 def _placed(table: Tensor, unit_segment: Tensor, device: int) -> tuple[int, int, bool, int, int]:
-    """A table on the device with the segment of each unit, or a small one on the CPU."""
+    """Return the fields of `layout.STRUCTS["Placed"]`: a table on the device with the segment of each unit, or a small
+    one on the CPU."""
     if table.is_cpu:
         return *_words(table, CPU), False, 0, 0
     (units,) = _addresses(device, (unit_segment, "unit_segment", torch.int32, 0))
@@ -122,17 +127,17 @@ def _placed(table: Tensor, unit_segment: Tensor, device: int) -> tuple[int, int,
 
 
 def _counter(counter: Tensor, device: int) -> int:
-    """Two zeros on the device, or nothing."""
+    """Return the address of two zeros on the device; 0 where there are none."""
     return _addresses(device, (counter, "counter", torch.int32, 2))[0] if counter.numel() else 0
 
 
 def _maps(maps: Tensor, table: Tensor) -> int:
-    """They lie where the table does."""
+    """Return the address of tensor maps, which lie where the table does."""
     return _addresses(table.get_device(), (maps, "maps", torch.uint8, table.shape[0] * MAP_BYTES))[0]
 
 
 def _where(device: int) -> tuple[int, int]:
-    """A GPU and the stream that is current on it."""
+    """Return a GPU and the stream that is current on it."""
     return device, torch._C._cuda_getCurrentRawStream(device)
 
 
@@ -141,7 +146,7 @@ def launch_cuda(
     adapters: int, n_units: int, n_raw_units: int, rows_per_unit: int, col_warps: int, stages: int, staged_B: bool,
     pad: int, max_rank: int, stochastic: bool, seed: int,
 ) -> None:  # fmt: skip
-    """One launch of the kernel for any GPU, on the current stream."""
+    """Launch the kernel for any GPU on the current stream."""
     native.compiled.launch_cuda(
         *_placed(table, unit_segment, device), _counter(counter, device), source_dtype, destination_dtype, adapters,
         n_units, n_raw_units, rows_per_unit, col_warps, stages, staged_B, pad, max_rank, stochastic, seed,
@@ -150,7 +155,7 @@ def launch_cuda(
 
 
 def scale_cuda(jobs: Tensor, dtype: int, group: int, part: int, device: int) -> None:
-    """Numbers of 16 bits become 8 and scales; `part`: `layout.SCALE_MEASURE` or `SCALE_CONVERT`.
+    """Convert numbers of 16 bits to 8 and scales. `part`: `layout.SCALE_MEASURE` or `SCALE_CONVERT`.
 
     Args:
         jobs: int64 `[jobs, ROUNDED_WORDS]` on the CPU.
@@ -164,7 +169,7 @@ def launch_hopper(
     n_raw_units: int, rows_per_unit: int, strip_cols: int, held: int, stages: int, max_rank: int, maps: Tensor,
     stochastic: bool, seed: int,
 ) -> None:  # fmt: skip
-    """One launch of the kernel for compute capability 9."""
+    """Launch the kernel for compute capability 9."""
     native.compiled.launch_hopper(
         *_placed(table, unit_segment, device), _counter(counter, device), dtype, adapters, n_units, n_raw_units,
         rows_per_unit, _maps(maps, table), strip_cols, held, stages, max_rank, stochastic, seed, *_where(device),
@@ -176,7 +181,7 @@ def launch_hopper_scaled(
     n_raw_units: int, rows_per_unit: int, strip_cols: int, held: int, stages: int, max_rank: int, maps: Tensor,
     stochastic: bool, seed: int, *, group: int, part: int,
 ) -> None:  # fmt: skip
-    """One launch of the same that makes results of 8 bits; `part`: `layout.SCALE_MEASURE` and what follows it."""
+    """Launch the same for results of 8 bits. `part`: `layout.SCALE_MEASURE` and what follows it."""
     native.compiled.launch_hopper_scaled(
         *_placed(table, unit_segment, device), _counter(counter, device), dtype, adapters, n_units, n_raw_units,
         rows_per_unit, _maps(maps, table), strip_cols, held, stages, max_rank, group, part, stochastic, seed,
@@ -185,7 +190,7 @@ def launch_hopper_scaled(
 
 
 def tensor_maps(table: Tensor, adapters: int) -> Tensor:
-    """Tensor maps of a table on the CPU, uint8 `[segments, 512]`."""
+    """Return tensor maps of a table on the CPU, uint8 `[segments, 512]`."""
     maps = torch.empty((table.shape[0], MAP_BYTES), dtype=torch.uint8, device="cpu")
     native.compiled.tensor_maps(*_words(table, CPU), adapters, maps.data_ptr())
     return maps
@@ -199,7 +204,7 @@ def split_adapters(table: Tensor, unit_segment: Tensor, device: int, n_units: in
 def row_norms_cuda(
     table: Tensor, unit_segment: Tensor, source_dtype: int, n_units: int, max_rank: int, out: Tensor
 ) -> None:
-    """Squared norms of rows to `out`, float64 on the GPU."""
+    """Write squared norms of rows to `out`, float64 on the GPU."""
     device = out.get_device()
     if device == CPU:
         raise RuntimeError(f"lora_merge: out must be on a GPU, got {out.device}")
@@ -214,9 +219,13 @@ def track_cuda(
     n_raw_units: int, rows_per_unit: int, col_warps: int, stages: int, staged_B: bool, pad: int, max_rank: int,
     way: int, codes: Tensor, records: Tensor, arena: Tensor, mark: int, asked: Tensor, chunk: int, before: Tensor,
 ) -> None:  # fmt: skip
-    """A tracked merge, its way back, or both at once (`layout.TRACK_MERGE` and what follows it), by the kernel for any
-    GPU. For both at once a table has its segments twice, as they are merged and as they were; `before` is the arena of
-    what was."""
+    """Launch a tracked merge, its way back, or both at once, by the kernel for any GPU.
+
+    Args:
+        way: `layout.TRACK_MERGE` and what follows it. For both at once the table has its segments twice, as they are
+            merged and as they were.
+        before: the arena of what was.
+    """
     memory = _journal(device, codes, records, arena, mark, asked)
     (arena_before,) = _addresses(device, (before, "the arena before", torch.uint8, 0))
     native.compiled.track_cuda(
@@ -231,7 +240,7 @@ def track_hopper(
     n_raw_units: int, rows_per_unit: int, strip_cols: int, held: int, stages: int, max_rank: int, maps: Tensor,
     way: int, codes: Tensor, records: Tensor, arena: Tensor, mark: int, asked: Tensor, chunk: int, before: Tensor,
 ) -> None:  # fmt: skip
-    """The same by the kernel for compute capability 9."""
+    """Launch the same by the kernel for compute capability 9."""
     memory = _journal(device, codes, records, arena, mark, asked)
     (arena_before,) = _addresses(device, (before, "the arena before", torch.uint8, 0))
     native.compiled.track_hopper(

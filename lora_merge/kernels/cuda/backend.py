@@ -23,13 +23,13 @@ from ..tracked.split import SplitTracked
 from .kernel import Work, assign, serves, tensors
 from .merge import MERGES, PLAIN_LOADS, Portable, launches
 from .repack import repack
-from .scaled import CudaScale, MergedAtOnce, apart
+from .scaled import CudaScale, MergedAtOnce, separate
 from .table import BlockShape, ceil, no_room, place
 from .tracked import CudaTracked
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Why the CUDA kernels cannot run on `device`; None if they can."""
+    """Return why the CUDA kernels cannot run on `device`; None if they can."""
     if device.type != "cuda":
         return "it needs CUDA tensors"
     if torch.version.hip is not None:  # whose numbers of compute capability mean other GPUs
@@ -45,7 +45,7 @@ def unavailable(device: torch.device) -> str | None:
 
 
 class _Norms(Portable):
-    """Squared norms of rows: of any rank, as lora_A is brought part by part, and whatever the result is."""
+    """Squared norms of rows, of any rank and any result: lora_A is loaded part by part."""
 
     operator: ClassVar[Callable[..., None]] = staticmethod(operators.row_norms_cuda)
 
@@ -68,7 +68,7 @@ _NORMS = tuple(_Norms(kernel.name, kernel.formats, kernel.source) for kernel in 
 class _Launch:
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
         self.table, self.device = pack(segments), device
-        here, rest = _apart(segments, self.table, device)
+        here, rest = _separate(segments, self.table, device)
         peers = pack([s for s in here if s.peer])
         near = pack([s for s in here if not s.peer]) if rest or len(peers) else self.table
         with torch.cuda.device(device):
@@ -107,9 +107,9 @@ def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
 
 
 def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> Scales:
-    """Merged, scaled and converted by one kernel where there is one for it; else merged by launches of `prepare`, and
-    scaled from there, by blocks of threads that have whole groups in their registers."""
-    here, rest = apart(placed, device)
+    """Merge, scale and convert by one kernel where one serves; else merge by launches of `prepare` and scale from
+    there."""
+    here, rest = separate(placed, device)
     parts: list[Scales] = [MergedAtOnce(here, device)] if here else []
     if rest:
         parts.append(TwoStepScaled(prepare, CudaScale, rest, device))
@@ -119,17 +119,17 @@ def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> Scales:
 def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> Tracked:
     """One pass each way."""
     table = pack(segments)
-    here, rest = _apart(segments, table, device)
+    here, rest = _separate(segments, table, device)
     parts: list[Tracked] = [OnePassTracked(CudaTracked(here, pack(here) if rest else table, device))] if here else []
     if rest:
         parts.append(next_after("cuda", device, no_room(rest, device)).prepare_tracked(rest, device))
     return parts[0] if len(parts) == 1 else SplitTracked(parts)
 
 
-def _apart(
+def _separate(
     segments: Sequence[Segment], table: np.ndarray, device: torch.device
 ) -> tuple[Sequence[Segment], Sequence[Segment]]:
-    """Those that have room, and those that do not; `table` is all of them."""
+    """Return the segments whose adapters have room in shared memory, and the rest; `table` is all of them packed."""
     served = serves(PLAIN_LOADS, table, device)
     if served.all():
         return segments, []

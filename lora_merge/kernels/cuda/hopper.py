@@ -60,15 +60,14 @@ class Hopper(Kernel[Tiles]):
     name = "kernel for compute capability 9 (tensor maps, wgmma)"
     operator: ClassVar[Callable[..., None]] = staticmethod(operators.launch_hopper)
     blocks = 1
-    beside_box = 0
-    """That a launch wants in shared memory for each box of a tile."""
+    extra_box = 0
+    """Bytes of shared memory that a launch wants for each box of a tile."""
     result_bytes = 2
     narrowest = 0
     """Columns of the least strip that a launch takes."""
     ahead = False
-    """Whether lora_A of the next unit is brought as early as there is room for it, and float32 lora_A split ahead
-    (csrc/cuda/sm90/merge.cuh: `kAhead`). Else blocks of threads that wait for it stay side by side, and read rows of W
-    and lora_B together."""
+    """Whether lora_A of the next unit is loaded as early as there is room for it, and float32 lora_A split ahead
+    (csrc/cuda/sm90/merge.cuh: `kAhead`). Else blocks that wait for it stay side by side, and share reads."""
 
     def serves(self, table: np.ndarray, device: torch.device) -> np.ndarray:
         there = np.where(products(table) == PAIRS, table[:, PARTS_A] != 0, reads_lora_A(table) & reads_lora_B(table))
@@ -86,8 +85,8 @@ class Hopper(Kernel[Tiles]):
         fits &= ~(in_parts & _turned(table))  # parts of float32 adapters are summed in one order here
         if not _available(device):
             return fits & False
-        beside = self.beside_box, memory(device).per_block, self.ahead
-        most = np.array([_most_rank(planes(code), *beside, self.narrowest) for code in range(PAIRS + 1)])
+        extra = self.extra_box, memory(device).per_block, self.ahead
+        most = np.array([_most_rank(planes(code), *extra, self.narrowest) for code in range(PAIRS + 1)])
         return fits & (rank <= most[adapters])
 
     def kinds(self, table: np.ndarray) -> Sequence[np.ndarray]:
@@ -97,32 +96,32 @@ class Hopper(Kernel[Tiles]):
         if work.max_rank > MAX_RANK:
             return None
         room = memory(work.device).per_block
-        return _tiles(work.max_rank, planes(work.kind[-1]), self.beside_box, room, self.ahead)
+        return _tiles(work.max_rank, planes(work.kind[-1]), self.extra_box, room, self.ahead)
 
     def units(self, work: Work, shape: Tiles) -> Units:
-        """Of few rows, so that blocks that share rows stay side by side; more where there is much of lora_A to bring,
-        or where the next unit is mostly of another segment: its tensor maps take time, too. As measured."""
+        """Cut units of few rows, so that blocks that share rows stay side by side; more where there is much of lora_A
+        to load, or where the next unit is mostly of another segment: its tensor maps take time, too. As measured."""
         chunks = -(-work.max_rank // CHUNK) * planes(work.kind[-1])
         short = chunks <= 2 and self.are_large(work)
         return Units(shape.strip_cols, 512 if chunks > 4 else 128 if short else 256)
 
     def are_large(self, work: Work) -> bool:
-        """Whether most elements lie in segments that have several units of 128 rows for each block."""
+        """Return True if most elements lie in segments that have several units of 128 rows for each block."""
         elements = (work.merges[:, ROWS] * work.merges[:, COLS]).astype(float)
         return bool((elements**2).sum() >= elements.sum() * 128 * 256 * 8 * work.processors)
 
-    def beside(self, work: Work, table: np.ndarray, device: torch.device) -> Sequence[Tensor]:
+    def extra(self, work: Work, table: np.ndarray, device: torch.device) -> Sequence[Tensor]:
         return (operators.tensor_maps(torch.from_numpy(table), work.kind[-1]).to(device),)
 
 
 def reads_lora_A(table: np.ndarray) -> np.ndarray:
-    """Of which segments without pairs this kernel can read lora_A where it lies: of the products' dtype, rows of whole
-    vectors."""
+    """Return which segments without pairs have a lora_A that this kernel reads where it lies: of the products' dtype,
+    rows of whole vectors."""
     return _reads(table, 16) & _rows_of_vectors(table, LORA_A, LORA_A_STRIDE, _size(table), table[:, RANK])
 
 
 def reads_lora_B(table: np.ndarray) -> np.ndarray:
-    """The same of lora_B."""
+    """Return the same for lora_B."""
     return _reads(table, 24) & _rows_of_vectors(table, LORA_B, LORA_B_STRIDE, _size(table), table[:, ROWS])
 
 
@@ -145,28 +144,28 @@ def _turned(table: np.ndarray) -> np.ndarray:
 def _rows_of_vectors(
     table: np.ndarray, address: int, stride: int, size: np.ndarray | int, rows: np.ndarray
 ) -> np.ndarray:
-    """Whether rows are runs of elements that start at whole 16-byte vectors."""
+    """Return which segments have rows of adjacent elements that start at whole 16-byte vectors."""
     row, col = table[:, stride], table[:, stride + 1]
     starts = (table[:, address] % 16 == 0) & ((row * size % 16 == 0) & (row > 0) | (rows == 1))
     return starts & (col == 1)
 
 
 @cache
-def _tiles(max_rank: int, planes: int, beside: int, per_block: int, ahead: bool) -> Tiles | None:
-    """Chosen where launches check it: csrc/cuda/shapes.h. None if the rank leaves no room."""
-    numbers = native.compiled.hopper_tiles(max_rank, planes, beside, per_block, ahead)
+def _tiles(max_rank: int, planes: int, extra: int, per_block: int, ahead: bool) -> Tiles | None:
+    """Return the best tiles (csrc/cuda/shapes.h, where launches check them); None if the rank leaves no room."""
+    numbers = native.compiled.hopper_tiles(max_rank, planes, extra, per_block, ahead)
     return Tiles(*numbers) if numbers else None
 
 
 @cache
-def _most_rank(planes: int, beside: int, per_block: int, ahead: bool, narrowest: int) -> int:
+def _most_rank(planes: int, extra: int, per_block: int, ahead: bool, narrowest: int) -> int:
     def fits(tiles: Tiles | None) -> bool:
         return tiles is not None and tiles.strip_cols >= narrowest
 
     ranks = range(CHUNK, MAX_RANK + 1, CHUNK)
-    return max((r for r in ranks if fits(_tiles(r, planes, beside, per_block, ahead))), default=0)
+    return max((r for r in ranks if fits(_tiles(r, planes, extra, per_block, ahead))), default=0)
 
 
 def _available(device: torch.device) -> bool:
-    """Whether the device is of this kind, and the extension was compiled for it (for sm_90a, not only for sm_80)."""
+    """Return True if the device has compute capability 9.0 and the extension code for sm_90a."""
     return torch.cuda.get_device_capability(device) == (9, 0) and "90a" in native.architectures()

@@ -1,7 +1,7 @@
 """What a compiled CUDA kernel is to Python: an object that says which segments it serves, which of them go into one
 launch, and how that is made.
 
-A table is dealt to a list of them: `cuda_launch.MERGES` or `cuda_tracked.TRACKED`. A kernel more, or a loader or an
+Segments are assigned to a list of them: `merge.MERGES` or `tracked.TRACKED`. A kernel more, or a loader or an
 epilogue of one that is there, is an object more in such a list.
 """
 
@@ -22,9 +22,9 @@ from ..bindings.layout import INLINE_SEGMENTS, RAW_COLS, RAW_COLS_1, RAW_ROWS, W
 from ..segments import COLS, RANK, ROWS, UNIT_BEGIN, UNITS_ACROSS
 from .table import ceil, index_of, place
 
-UNITS_DEALT = 1024
-"""Units that a small table deals round the blocks; more are handed out by a counter, which takes an allocation, because
-blocks do not run at one pace."""
+MAX_STATIC_UNITS = 1024
+"""Units that blocks take round robin. More are handed out by a counter, as blocks do not run at one pace; it takes an
+allocation."""
 
 Shape = TypeVar("Shape", bound=tuple[int, ...])
 Launch = partial[None]
@@ -42,7 +42,7 @@ class Work(NamedTuple):
         merges: the segments.
         max_rank: of the launch: theirs, or one with room for more.
         device: of the tensors.
-        numbers: of the segments in the table that was dealt.
+        numbers: of the segments in the table that was assigned.
         copies: raw copies that ride along.
         behind: segments behind the others, which have no units of work.
     """
@@ -85,28 +85,31 @@ class Kernel(ABC, Generic[Shape]):
 
     @abstractmethod
     def serves(self, table: np.ndarray, device: torch.device) -> np.ndarray:
-        """Which segments of a packed table it can run, bool `[segments]`."""
+        """Return which segments of a packed table it can run, bool `[segments]`."""
 
     def could_serve(self, table: np.ndarray, device: torch.device) -> np.ndarray:
-        """Which ones it would serve if tensor maps could read their adapters: `cuda_repack.py` lays them out so."""
+        """Return which ones it serves once `repack.py` has laid their adapters out for tensor maps."""
         return np.zeros(len(table), dtype=bool)
 
     @abstractmethod
     def kinds(self, table: np.ndarray) -> Sequence[np.ndarray]:
-        """The codes that its operator takes, `[segments]` each; those of the products last. All segments of a launch
-        have the same."""
+        """Return the codes that its operator takes, `[segments]` each, that of the products last. Segments of a launch
+        have the same codes."""
 
     @abstractmethod
     def shape(self, work: Work, like: Shape | None = None) -> Shape | None:
-        """How its blocks work; None where the adapters have no room in their shared memory. `like`: the shape of a
-        launch whose units are to be those of this one."""
+        """Return how its blocks work; None where the adapters have no room in shared memory.
+
+        Args:
+            like: the shape of a launch whose units this one keeps.
+        """
 
     @abstractmethod
     def units(self, work: Work, shape: Shape) -> Units:
-        """How the work is cut for them."""
+        """Return how the work is cut into units."""
 
-    def beside(self, work: Work, table: np.ndarray, device: torch.device) -> Sequence[Tensor]:
-        """What its operator takes after what all of them do: of a cut table, for where that lies."""
+    def extra(self, work: Work, table: np.ndarray, device: torch.device) -> Sequence[Tensor]:
+        """Return what its operator takes after the arguments of all kernels, for a cut table."""
         return ()
 
     def launch(self, work: Work, shape: Shape | None = None) -> Launch:
@@ -123,12 +126,12 @@ class Kernel(ABC, Generic[Shape]):
         table, units = np.concatenate([merges, copies, work.behind]), np.concatenate([merge_units, copy_units, none])
         table[:, UNIT_BEGIN] = np.cumsum(units) - units
         table[:, UNITS_ACROSS] = np.concatenate([merge_across, copy_across, none])
-        counted = len(table) > INLINE_SEGMENTS or units.sum() > UNITS_DEALT
+        counted = len(table) > INLINE_SEGMENTS or units.sum() > MAX_STATIC_UNITS
         counter = torch.zeros(2 if counted else 0, dtype=torch.int32, device=work.device if counted else "cpu")
         placed, unit_segment = place(table, units, work.device)
         return partial(
             self.operator, placed, unit_segment, counter, index_of(work.device), *work.kind, int(merge_units.sum()),
-            int(copy_units.sum()), rows_per_unit, *shape, work.max_rank, *self.beside(work, table, placed.device),
+            int(copy_units.sum()), rows_per_unit, *shape, work.max_rank, *self.extra(work, table, placed.device),
             **self.options,
         )  # fmt: skip
 
@@ -137,12 +140,12 @@ SomeKernel = TypeVar("SomeKernel", bound=Kernel[Any])
 
 
 def serves(kernels: Sequence[Kernel[Any]], table: np.ndarray, device: torch.device) -> np.ndarray:
-    """Which segments one of them serves, bool `[segments]`."""
+    """Return which segments one of them serves, bool `[segments]`."""
     return np.any([kernel.serves(table, device) for kernel in kernels], axis=0)
 
 
 def assign(table: np.ndarray, kernels: Sequence[SomeKernel], device: torch.device) -> list[tuple[SomeKernel, Work]]:
-    """What each launch runs: a segment goes to the last kernel that serves it, and one of them does."""
+    """Return the work of each launch: a segment goes to the last kernel that serves it, and one of them does."""
     taker = np.zeros(len(table), dtype=np.int64)
     for number, kernel in enumerate(kernels[1:], start=1):
         taker[kernel.serves(table, device)] = number
@@ -158,16 +161,16 @@ def assign(table: np.ndarray, kernels: Sequence[SomeKernel], device: torch.devic
 
 
 def arguments(launch: Launch) -> dict[str, Any]:
-    """Those that it has, by name."""
+    """Return the arguments that a launch holds, by name."""
     return dict(zip(signature(launch.func).parameters, launch.args, strict=False))
 
 
 def tensors(launches: Sequence[Launch]) -> list[Tensor]:
-    """What launches keep."""
+    """Return the tensors that launches hold."""
     return [t for launch in launches for t in launch.args if isinstance(t, Tensor)]
 
 
 def _rows_per_unit(merges: np.ndarray, strip: int, most: int, blocks: int) -> int:
-    """Rows that a block walks down with one strip of A: many, but enough units for an even load."""
+    """Return how many rows a block takes with one strip of A: many, but with enough units for an even load."""
     strips = int((ceil(merges[:, COLS], strip) * ceil(merges[:, ROWS], 64)).sum())
     return 64 * min(most // 64, max(1, strips // (16 * blocks)))

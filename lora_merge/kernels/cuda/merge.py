@@ -1,4 +1,4 @@
-"""Launches of the compiled merge kernels: the kernel for any GPU, and which kernels a table is dealt to."""
+"""Launches of the compiled merge kernels: the kernel for any GPU, and which kernels segments are assigned to."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Portable(Kernel[BlockShape]):
 
     Args:
         formats: of the sources that it reads.
-        source: what its operator has beside their dtype.
+        source: what its operator adds to the code of their dtype.
     """
 
     name: str = "portable kernel (cp.async, mma)"
@@ -43,7 +43,7 @@ class Portable(Kernel[BlockShape]):
         return self.reads(table) & (table[:, RANK] <= most)
 
     def reads(self, table: np.ndarray) -> np.ndarray:
-        """Which sources it can read."""
+        """Return which sources it can read."""
         return np.isin(table[:, DTYPES] >> 32, self.formats)
 
     def kinds(self, table: np.ndarray) -> Sequence[np.ndarray]:
@@ -67,7 +67,7 @@ MERGES: Sequence[Kernel[Any]] = (*PLAIN_LOADS, Hopper())
 
 
 def launches(made: Repacked, device: torch.device, most: int, kernels: Sequence[Kernel[Any]] = MERGES) -> list[Launch]:
-    """All that a table takes, one after the other, of up to so many segments each."""
+    """Return the launches of a table, of up to `most` segments each."""
     found = before(made, device, most)
     for begin in range(0, len(made.table), most):
         found += merges(made.table[begin : begin + most], device, kernels)
@@ -75,7 +75,7 @@ def launches(made: Repacked, device: torch.device, most: int, kernels: Sequence[
 
 
 def before(made: Repacked, device: torch.device, most: int) -> list[Launch]:
-    """Those that lay out its adapters."""
+    """Return the launches that lay out its adapters."""
     found: list[Launch] = []
     for begin in range(0, len(made.splits), most):
         found.append(_split(made.splits[begin : begin + most], device))
@@ -85,17 +85,17 @@ def before(made: Repacked, device: torch.device, most: int) -> list[Launch]:
 
 
 def _split(table: np.ndarray, device: torch.device) -> Launch:
-    """Makes pairs of fp16 of float32 adapters."""
+    """Return the launch that makes pairs of fp16 of float32 adapters."""
     units = ceil(table[:, ROWS], PART_VECTORS)
     table[:, UNIT_BEGIN] = np.cumsum(units) - units
     return partial(operators.split_adapters, *place(table, units, device), index_of(device), int(units.sum()))
 
 
 def merges(table: np.ndarray, device: torch.device, kernels: Sequence[Kernel[Any]] = MERGES) -> list[Launch]:
-    """A launch for each kind of segment, the largest first; raw copies ride along with it."""
+    """Return a launch for each kind of segment, the largest first; raw copies ride along with it."""
     raw = table[:, DTYPES] & 0xFF >= min(RAW.values())
     found, copies = assign(table[~raw], kernels, device), table[raw]
-    found.sort(key=lambda dealt: -int((dealt[1].merges[:, ROWS] * dealt[1].merges[:, COLS]).sum()))
+    found.sort(key=lambda pair: -int((pair[1].merges[:, ROWS] * pair[1].merges[:, COLS]).sum()))
     if not found and len(copies):
         found.append((PLAIN_LOADS[0], Work((BF16, BF16, BF16), copies[:0], 0, device)))
     return [kernel.launch(work if i else work._replace(copies=copies)) for i, (kernel, work) in enumerate(found)]

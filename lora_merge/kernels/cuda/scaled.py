@@ -53,7 +53,7 @@ class HopperScaled(Hopper):
         return super().could_serve(table, device) & (table[:, COLS] % 16 == 0)
 
     def units(self, work: Work, shape: Tiles) -> Units:
-        """Of whole blocks, and many rows, as each unit waits for its lora_A. As measured."""
+        """Cut units of whole blocks and many rows, as each waits for its lora_A. As measured."""
         return Units(shape.strip_cols, 8 * SCALED_BLOCK, SCALED_BLOCK)
 
 
@@ -62,7 +62,7 @@ class MergedAtOnce(Scales):
     than a block of threads has.
 
     Args:
-        placed: those that `apart` gave it.
+        placed: those that `separate` gave it.
     """
 
     def __init__(self, placed: Sequence[Placed], device: torch.device) -> None:
@@ -89,8 +89,8 @@ class MergedAtOnce(Scales):
             launch(stochastic, seed)
 
 
-def apart(placed: Sequence[Placed], device: torch.device) -> tuple[list[Placed], list[Placed]]:
-    """What of weights of 8 bits `MergedAtOnce` takes, weight by weight, and the rest."""
+def separate(placed: Sequence[Placed], device: torch.device) -> tuple[list[Placed], list[Placed]]:
+    """Return what `MergedAtOnce` takes, weight by weight, and the rest."""
     kernel, found = HopperScaled(), [p for p in placed if _fits(p)]
     found = list(compress(found, kernel.could_serve(_table(found), device)))
     served = kernel.serves(repack(_table(found), device, [kernel]).table, device)
@@ -107,8 +107,8 @@ def _is_block(group: int) -> bool:
 
 
 def _fits(p: Placed) -> bool:
-    """Whether a segment is one for the kernel, as far as its table does not show it: of whole blocks, where these share
-    scales. (A column may lie there as a row, whose scales are others.)"""
+    """Return True if nothing that the packed table does not show bars a segment: it has whole blocks where these share
+    scales, and is no column, which the table may hold as a row with other scales."""
     s = p.segment
     if s.rank == 0 or s.peer or s.source.dtype != p.scaled.dtype or s.source.shape[1] == 1:
         return False
@@ -119,12 +119,12 @@ def _fits(p: Placed) -> bool:
 
 
 def _table(placed: Sequence[Placed]) -> np.ndarray:
-    """Packed segments; the dtype of a result is the one to which it is rounded before it is scaled."""
+    """Pack segments; the dtype of a result is the one to which it is rounded before it is scaled."""
     return pack([p.segment for p in placed])
 
 
 def _laid_out(placed: Sequence[Placed], device: torch.device) -> tuple[Tensor, Repacked]:
-    """The table that launches take, and its memory for largest magnitudes."""
+    """Return the table that launches take, and its memory for largest magnitudes."""
     table, size, begins = _table(placed), 0, {}
     for scaled, _ in by_weight(placed):
         if not _is_block(scaled.code):
@@ -175,13 +175,13 @@ class CudaScale(Scales):
 
 
 def _magnitudes(count: int, device: torch.device) -> Tensor:
-    """Memory for largest ones. Each run begins with zeros, also outside of the inference mode that it was made in."""
+    """Return memory for largest ones: no inference tensor, as each run zeroes it, in whatever mode."""
     with torch.inference_mode(False):
         return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def _words(job: Rounded, largest: int) -> list[int]:
-    """`layout.ROUNDED`."""
+    """Return the words of `layout.ROUNDED`."""
     scaled, (rows, cols) = job.scaled, job.source.shape
     return [
         job.source.data_ptr(), job.destination.data_ptr(), job.scales.data_ptr(),

@@ -32,12 +32,12 @@ class BlockShape(NamedTuple):
 
 
 def index_of(device: torch.device) -> int:
-    """The number of a GPU; "cuda" alone is the current one."""
+    """Return the number of a GPU; "cuda" alone is the current one."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 def place(table: np.ndarray, units: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The table and the segment of every unit: on the device, or a small table on the CPU (a kernel argument)."""
+    """Return the table and the segment of every unit: on the device, or a small one on the CPU (a kernel argument)."""
     if len(table) <= INLINE_SEGMENTS:
         return torch.from_numpy(table), torch.empty(0, dtype=torch.int32, device="cpu")
     unit_segment = np.repeat(np.arange(len(table), dtype=np.int32), units)
@@ -60,20 +60,23 @@ def memory(device: torch.device) -> Memory:
 def block_shape(
     max_rank: int, adapters: int, element_bytes: int, narrowest: int, widest: int, device: torch.device
 ) -> BlockShape | None:
-    """The best one with so many warps side by side; None where there is no room for so many ranks. `element_bytes`: of
-    the larger one of W and the result."""
+    """Return the best shape with so many warps side by side; None where there is no room for so many ranks.
+
+    Args:
+        element_bytes: of the larger one of W and the result.
+    """
     if max_rank > MAX_RANK:
         return None
     return _shape(max_rank, planes(adapters), element_bytes, narrowest, widest, memory(device))
 
 
 def most_ranks(narrowest: int, device: torch.device) -> np.ndarray:
-    """The largest ranks that have one, by what products are made of and whether elements are of four bytes."""
+    """Return the largest ranks that have one, by what products are made of and whether elements are of four bytes."""
     return _most_ranks(narrowest, memory(device))
 
 
 def no_room(rest: Sequence[Segment], device: torch.device) -> str:
-    """Why segments run elsewhere."""
+    """Return why segments run elsewhere."""
     ranks = ", ".join(map(str, sorted({s.rank for s in rest})))
     return (
         f"adapters of rank {ranks} that are not bf16 take more shared memory than the "
@@ -82,9 +85,11 @@ def no_room(rest: Sequence[Segment], device: torch.device) -> str:
 
 
 def products(table: np.ndarray) -> np.ndarray:
-    """What the products of each segment are made of, `[segments]`: BF16 where both halves of the adapter are, FP16
-    where all is fp16; for other adapters PAIRS (of fp16) above rank `PARTS_RANK` where weights and results have 16
-    bits, else FP32 (three bf16 parts); BF16 where there is none."""
+    """Return what the products of each segment are made of, `[segments]`.
+
+    BF16 where both halves of the adapter are, or there is none; FP16 where all is fp16. For other adapters PAIRS (of
+    fp16) above rank `PARTS_RANK` where weights and results have 16 bits, else FP32 (three bf16 parts).
+    """
     rank, dtypes = table[:, RANK], table[:, DTYPES]
     source, destination, lora_A, lora_B = (dtypes >> shift & 0xFF for shift in (0, 8, 16, 24))
     bf16 = (rank == 0) | (lora_A == BF16) & (lora_B == BF16)
@@ -94,7 +99,7 @@ def products(table: np.ndarray) -> np.ndarray:
 
 
 def planes(adapters: int) -> int:
-    """16-bit parts of each number that products are made of."""
+    """Return how many 16-bit parts of each number products are made of."""
     return {FP32: 3, PAIRS: 2}.get(adapters, 1)
 
 
@@ -106,7 +111,7 @@ def ceil(x: Whole, y: Whole | int) -> Whole:
 def _shape(
     max_rank: int, planes: int, element_bytes: int, narrowest: int, widest: int, room: Memory
 ) -> BlockShape | None:
-    """Chosen where launches check it: csrc/cuda/shapes.h. None if the rank leaves no room."""
+    """Return the best shape (csrc/cuda/shapes.h, where launches check it); None if the rank leaves no room."""
     numbers = native.compiled.merge_shape(max_rank, planes, element_bytes, narrowest, widest, *room)
     return BlockShape(numbers[0], numbers[1], bool(numbers[2]), numbers[3]) if numbers else None
 
@@ -121,7 +126,7 @@ def _most_ranks(narrowest: int, room: Memory) -> np.ndarray:
 
 
 def widest(merges: np.ndarray) -> int:
-    """The widest strip, in warps, of which less than an eighth would lie beyond the last columns."""
+    """Return the widest strip, in warps, of which less than an eighth would lie beyond the last columns."""
     real = (merges[:, ROWS] * merges[:, COLS]).sum()
 
     def covered(n: int) -> int:

@@ -54,7 +54,7 @@ class TrackedPortable(Portable):
         return dtype, adapters
 
     def tile(self, shape: BlockShape) -> tuple[int, int]:
-        """Rows and columns whose units of the journal follow each other: one of each warp."""
+        """Return the rows and columns whose units of the journal follow each other: one of each warp."""
         return UNIT_ELEMENTS // WARP_COLS * (WARPS // shape.col_warps), WARP_COLS * shape.col_warps
 
     def units(self, work: Work, shape: BlockShape) -> Units:
@@ -67,12 +67,12 @@ class TrackedHopper(Hopper):
     operator = staticmethod(operators.track_hopper)
     warps = 12
     """That multiply at most."""
-    beside_box = TILE_ROWS * BOX_COLS // UNIT_ELEMENTS * (RECORD_BYTES + CODE_BYTES)
+    extra_box = TILE_ROWS * BOX_COLS // UNIT_ELEMENTS * (RECORD_BYTES + CODE_BYTES)
     """The records and codes of its four units."""
     ahead = True
 
     def units(self, work: Work, shape: Tiles) -> Units:
-        """As of merges, but of more rows where one warp splits lora_A into parts. As measured."""
+        """Cut as for merges, but into more rows where one warp splits lora_A into parts. As measured."""
         units = super().units(work, shape)
         return units._replace(most=512) if planes(work.kind[-1]) == 3 else units
 
@@ -104,7 +104,7 @@ class _After(NamedTuple):
 
 
 class CudaTracked:
-    """`fused.Kernels` of a table. Units of all groups are numbered in a row; a segment's `key` is its first tile, or
+    """`one_pass.Kernels` of a table. Units of all groups are numbered in a row; a segment's `key` is its first tile, or
     box."""
 
     def __init__(self, segments: Sequence[Segment], table: np.ndarray, device: torch.device) -> None:
@@ -162,8 +162,8 @@ class CudaTracked:
             launch(way, j.codes, j.records, j.arena, j.mark, j.counter, j.chunk, before)
 
     def _launches_after(self, before: CudaTracked) -> list[Launch] | None:
-        """Launches that take the place of what `before` merged, made once for it; None where they would not fit: other
-        weights, ranks or dtypes, another numbering of units, or no room for both adapters in shared memory."""
+        """Return launches that take the place of what `before` merged, made once for it; None where weights, ranks,
+        dtypes or numbers of units differ, or both adapters have no room in shared memory."""
         if self._after.before() is not before:
             launches = self._made_after(before)
             self._after = _After(weakref.ref(before), launches, Streams(self.device, tensors(launches or [])))
@@ -192,7 +192,7 @@ class CudaTracked:
         return {self._names[i] for i in np.searchsorted(np.concatenate(self._first), units.numpy(), side="right") - 1}
 
     def _number(self, table: np.ndarray, rows: int, cols: int) -> None:
-        """Tiles of `rows` x `cols` go along the columns first; groups begin at whole tiles of either kernel."""
+        """Number tiles of `rows` x `cols`, along the columns first; groups begin at whole tiles of either kernel."""
         tiles, each = ceil(table[:, COLS], cols) * ceil(table[:, ROWS], rows), rows * cols // UNIT_ELEMENTS
         table[:, KEY] = self.units // each + np.cumsum(tiles) - tiles
         self._first.append(table[:, KEY] * each)
@@ -200,8 +200,8 @@ class CudaTracked:
 
 
 def _alike(table: np.ndarray, old: np.ndarray) -> bool:
-    """Whether a launch can have both adapters: of one rank and order of the sums, both with factors of rows or without;
-    units have one number."""
+    """Return True if a launch can have both adapters: ranks, orders of sums and numbers of units are equal, and both
+    have factors of rows or none has."""
     words = [RANK, PITCH, PITCH + 1, KEY]
     scaled = (table[:, ROW_SCALE] != 0) == (old[:, ROW_SCALE] != 0)
     return bool((table[:, words] == old[:, words]).all() and scaled.all())

@@ -106,25 +106,25 @@ class Lanes:
 
     def __init__(self, device: torch.device, *, two: bool) -> None:
         self._device = device
-        self._beside = torch.cuda.Stream(device) if two and device.type == "cuda" else None
+        self._second = torch.cuda.Stream(device) if two and device.type == "cuda" else None
 
     @property
     def count(self) -> int:
-        return 1 if self._beside is None else 2
+        return 1 if self._second is None else 2
 
     def run(self, steps: Sequence[tuple[Launch, Launch]], stochastic: bool, seed: int) -> None:
-        """All steps; what follows on the current stream follows them."""
-        if self._beside is None:
+        """Run all steps; what follows on the current stream follows them."""
+        if self._second is None:
             _run(steps, stochastic, seed)
             return
         current = torch.cuda.current_stream(self._device)
-        self._beside.wait_stream(current)
+        self._second.wait_stream(current)
         try:
-            with torch.cuda.stream(self._beside):
+            with torch.cuda.stream(self._second):
                 _run(steps[1::2], stochastic, seed)
             _run(steps[::2], stochastic, seed)
         finally:
-            current.wait_stream(self._beside)
+            current.wait_stream(self._second)
 
 
 def _run(steps: Sequence[tuple[Launch, Launch]], stochastic: bool, seed: int) -> None:
@@ -154,7 +154,7 @@ class Between:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Of one run: what is enqueued inside follows all that was in runs before it, of whichever plan and stream."""
+        """Hold the memory for one run: what is enqueued inside follows all runs before it, of any plan and stream."""
         with self._turn:
             self._streams.join()
             yield
@@ -165,8 +165,8 @@ _lock = threading.Lock()
 
 
 def between(device: torch.device, nbytes: int) -> Between:
-    """So much memory: what other plans of the device have, where it suffices. A CUDA graph gets its own, as its replays
-    are no runs."""
+    """Return so much memory: what other plans of the device have, where it suffices. A CUDA graph gets its own, as its
+    replays are no runs."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return Between(device, nbytes)
     with _lock:
@@ -195,7 +195,7 @@ class _Band(NamedTuple):
 
 
 def _bands(placed: Sequence[Placed], room: int) -> Iterator[_Band]:
-    """Of each weight, as few and as even as the room allows."""
+    """Cut each weight into bands, as few and as even as the room allows."""
     for scaled, some in by_weight(placed):
         (rows, cols), (group, _) = scaled.weight.shape, scaled.sizes
         groups = -(-rows // group)
@@ -209,7 +209,7 @@ def _bands(placed: Sequence[Placed], room: int) -> Iterator[_Band]:
 
 
 def _part(p: Placed, begin: int, end: int) -> Placed | None:
-    """Its rows from one to another of the weight."""
+    """Return its rows that lie between two rows of the weight; None if there are none."""
     first, last = max(p.rows.start, begin), min(p.rows.stop, end)
     if first >= last:
         return None
@@ -217,7 +217,7 @@ def _part(p: Placed, begin: int, end: int) -> Placed | None:
 
 
 def _turns(bands: Iterable[_Band], room: int) -> Iterator[list[tuple[_Band, int]]]:
-    """Those that are merged together, each with where it begins in the memory."""
+    """Yield bands that are merged together, each with where it begins in the memory."""
     turn: list[tuple[_Band, int]] = []
     begin = 0
     for band in bands:

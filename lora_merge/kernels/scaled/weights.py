@@ -100,7 +100,7 @@ class Placed(NamedTuple):
 
     @property
     def ready(self) -> Rounded | None:
-        """Its source as what is scaled, where it has the numbers already and makes whole groups by itself."""
+        """Its source as what is scaled, where it needs no merge and makes whole groups by itself; else None."""
         s = self.segment
         plain = s.rank == 0 and s.row_scale is None and s.source.dtype == self.scaled.dtype
         if not plain or isinstance(s.source, Packed) or (s.source.shape[1] > 1 and s.source.stride(1) != 1):
@@ -160,7 +160,7 @@ class Both(Scales):
 
 
 def is_scaled(s: Segment) -> bool:
-    """Whether a segment's results are scaled; one of 8 bits whose source is, too, is copied."""
+    """Return True if a segment's results are scaled; one of 8 bits whose source is, too, is copied."""
     return s.destination.dtype == FP8 and s.source.dtype != FP8
 
 
@@ -186,7 +186,7 @@ def check_scaled(scaled: Sequence[Scaled]) -> None:
 
 
 def place(segments: Sequence[Segment], scaled: Sequence[Scaled]) -> list[Placed]:
-    """Where each segment's results lie.
+    """Return where each segment's results lie.
 
     Raises:
         InvalidInput: one lies in none of the weights, is no rectangle of it, begins inside of a block, or some group is
@@ -235,7 +235,7 @@ def _check_groups(placed: Sequence[Placed]) -> None:
 
 
 def rectangles(scaled: Scaled, placed: Sequence[Placed]) -> list[tuple[slice, slice]]:
-    """Rows and columns of the groups of a weight that are written."""
+    """Return rows and columns of the groups of a weight that are written."""
     (down, across), (rows, cols) = scaled.sizes, scaled.weight.shape
     written = _elements(scaled, placed) > 0
     found: list[tuple[slice, slice]] = []
@@ -243,13 +243,13 @@ def rectangles(scaled: Scaled, placed: Sequence[Placed]) -> list[tuple[slice, sl
     for top, bottom in pairwise(edges):  # rows of groups that are alike
         changes = np.flatnonzero(np.diff(written[top], prepend=False, append=False)).tolist()
         for left, right in zip(changes[::2], changes[1::2], strict=True):
-            below, beside = min(bottom * down, rows), min(right * across, cols)
-            found.append((slice(top * down, below), slice(left * across, beside)))
+            end_row, end_col = min(bottom * down, rows), min(right * across, cols)
+            found.append((slice(top * down, end_row), slice(left * across, end_col)))
     return found
 
 
 def _elements(scaled: Scaled, placed: Sequence[Placed]) -> np.ndarray:
-    """How many of each group are written."""
+    """Return how many elements of each group are written."""
     (down, across), written = scaled.sizes, np.zeros(scaled.grid, dtype=np.int64)
     for p in placed:
         written += np.outer(_counts(p.rows, down, scaled.grid[0]), _counts(p.cols, across, scaled.grid[1]))
@@ -257,13 +257,13 @@ def _elements(scaled: Scaled, placed: Sequence[Placed]) -> np.ndarray:
 
 
 def _counts(part: slice, size: int, count: int) -> np.ndarray:
-    """How many of a range's elements each of `count` groups of `size` has."""
+    """Return how many of a range's elements each of `count` groups of `size` has."""
     edges = np.clip(np.arange(count + 1, dtype=np.int64) * size, part.start, part.stop)
     return np.diff(edges)
 
 
 def by_weight(placed: Sequence[Placed]) -> list[tuple[Scaled, list[Placed]]]:
-    """The segments of each weight."""
+    """Return the segments of each weight."""
     found: dict[int, tuple[Scaled, list[Placed]]] = {}
     for p in placed:
         found.setdefault(p.scaled.weight.data_ptr(), (p.scaled, []))[1].append(p)
@@ -274,7 +274,7 @@ def by_weight(placed: Sequence[Placed]) -> list[tuple[Scaled, list[Placed]]]:
 
 
 def quantise(x: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """A whole weight of 8 bits and its scales, as the table above has them: the truth that kernels are held to.
+    """Return a whole weight of 8 bits and its scales, as the table above has them: the truth that kernels are held to.
 
     Args:
         x: `[rows, cols]`, bfloat16 or float16.
@@ -300,7 +300,7 @@ def quantise(x: Tensor, group: Group) -> tuple[Tensor, Tensor]:
 
 
 def _rounded(y: Tensor) -> Tensor:
-    """To the nearest one; what is no number stays so."""
+    """Round to the nearest e4m3 number; a NaN stays."""
     return y.clamp(-LARGEST, LARGEST).to(FP8)
 
 
@@ -313,7 +313,7 @@ divides.)"""
 def trials(
     shapes: Mapping[str, tuple[int, ...]], quantised: AbstractSet[str], fewest: int
 ) -> Iterator[dict[str, Tensor]]:
-    """Numbers of which no two groups make the same scales and values, for a layer whose quantiser is to be known.
+    """Yield numbers of which no two groups make the same scales and values, to find out a layer's quantiser.
 
     Every other one has ties (`put_ties`), which tell inverses apart, and whose scales are the same by all rules: where
     a weight is one block, those of the others alone tell it from a tensor that shares a scale.

@@ -1,6 +1,7 @@
-"""A tracked merge by a backend's launches and tensor operations around them, for backends without one of their own.
+"""A tracked merge by a backend's launches and tensor operations around them: right on any device, not fast.
 
-Block by block, several passes over each: right on any device, not fast. `fused.py` does the same in one pass.
+The reference backend needs it, all that a CPU without the compiled module has: `one_pass.py` needs kernels that write
+codes and records as they merge. Block by block, several passes over each.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class ComposedTracked:
         return {s.name for s, whole in zip(block, written, strict=True) if not whole}
 
     def _estimate(self, block: list[Segment], merged_parts: list[Tensor]) -> Tensor:
-        """`round(W' / row_scale - D)` of a block: a function of W' and the adapters alone."""
+        """Return `round(W' / row_scale - D)` of a block: a function of W' and the adapters alone."""
         estimate, parts = _like(block)
         segments = []
         for s, merged, part in zip(block, merged_parts, parts, strict=True):
@@ -130,7 +131,7 @@ class ComposedTracked:
 
 
 def _blocks(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """Pieces of one dtype, at most BLOCK elements together (a single row may be longer)."""
+    """Cut segments into blocks of one dtype, at most BLOCK elements each (a single row may be longer)."""
     blocks: list[list[Segment]] = []
     for dtype in FLOATS:
         room = 0
@@ -147,14 +148,14 @@ def _blocks(segments: Sequence[Segment]) -> list[list[Segment]]:
 
 
 def _pieces(s: Segment) -> list[Segment]:
-    """Parts of it, in place."""
+    """Cut a segment into parts, in place."""
     rows, cols = s.source.shape
     step, in_place = max(1, BLOCK // cols), replace(s, destination=s.source)
     return [in_place.part(i, i + step) for i in range(0, rows, step)]
 
 
 def _like(block: list[Segment]) -> tuple[Tensor, list[Tensor]]:
-    """New memory for a block and the views of its pieces, each stored by rows or by columns as its weight is.
+    """Return new memory for a block and the views of its pieces, each stored by rows or by columns as its weight is.
 
     That keeps the roles of lora_A and lora_B in the kernels (`segments.pack` exchanges them for weights stored by
     columns), and with them the order of every sum.
@@ -175,14 +176,14 @@ def _copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
 
 
 def _sums(flat: Tensor, parts: Sequence[Tensor]) -> Tensor:
-    """A checksum of the bits of each part, int64: every element times an odd number that depends on its place."""
+    """Return a checksum of each part's bits, int64: every element times an odd number that depends on its place."""
     place = torch.arange(len(flat), device=flat.device).mul_(_STEP).add_(1)
     products = raw(flat).long().mul_(place)
     return torch.stack([part.sum() for part in products.split([part.numel() for part in parts])])
 
 
 def _pack(codes: Tensor) -> Tensor:
-    """Four codes a byte, the first one lowest."""
+    """Pack four codes a byte, the first one lowest."""
     four = torch.nn.functional.pad(codes, (0, -len(codes) % 4)).view(-1, 4)
     return four[:, 0] | four[:, 1] << 2 | four[:, 2] << 4 | four[:, 3] << 6
 

@@ -56,17 +56,17 @@ class Kernels(Protocol):
         """Bring back every unit that has a place in this arena and holds what was written; its place becomes -1."""
 
     def follows(self, before: Kernels) -> bool:
-        """Whether `retrack` serves these two tables, whose weights have to be the same."""
+        """Return True if `retrack` serves these two tables, whose weights have to be the same."""
 
     def retrack(self, before: Kernels, old: Journal, journal: Journal) -> None:
-        """`before.untrack(old)`, and `track(journal)` of the units that it brought back, in one pass. The two share all
-        but the arena."""
+        """Do `before.untrack(old)`, and `track(journal)` of the units that it brought back, in one pass. The two share
+        all but the arena."""
 
     def names(self, units: Tensor) -> set[str]:
-        """The weights that units, by number, belong to."""
+        """Return the names of the weights that units, by number, belong to."""
 
     def moved(self, moves: Moves) -> bool:
-        """As `Tracked.moved`."""
+        """Do `Tracked.moved`."""
 
 
 @dataclass(slots=True)
@@ -162,7 +162,7 @@ class OnePassTracked:
         return self._kernels.names((journal.records[:, 0] >= 0).nonzero().flatten().cpu()) if changed else set()
 
     def _finish(self, journal: Journal, meanwhile: Callable[[], object]) -> bool:
-        """Wait for a launch, and merge what found no room; not where units were found changed, which it returns."""
+        """Wait for a launch, and merge what found no room unless units were changed; return whether some were."""
         meanwhile()
         arena = journal.arena
         asked, lacking, changed = journal.counter.tolist()  # the one wait for the device
@@ -180,13 +180,13 @@ class OnePassTracked:
         return self._kernels.moved(moves)
 
     def _give_up(self, before: OnePassTracked) -> set[str]:
-        """Back to the base, whichever of the two a unit is merged by; returns the names of what others wrote."""
+        """Bring the base back, whichever of the two a unit is merged by; return the names of what others wrote."""
         changed = self.unmerge() | before.unmerge()
         before._spare = None  # the two share it
         return changed
 
     def _in_two_passes(self, before: OnePassTracked, meanwhile: Callable[[], object]) -> set[str]:
-        """One after the other in one memory, where that fits both."""
+        """Run the two plans one after the other, in one memory where that fits both."""
         changed = before.unmerge()
         spare, before._spare = before._spare, None
         sizes = self._kernels.code_bytes, self._kernels.units, self._kernels.device
@@ -197,7 +197,7 @@ class OnePassTracked:
         return changed
 
     def _second_arena(self, before: OnePassTracked, old: Journal) -> Tensor | None:
-        """One beside that of a plan that is merged; None where the two do not follow in one pass, for memory either."""
+        """Return a second arena while a plan is merged; None where one pass cannot serve both, or memory lacks."""
         size = max(self._first_room, before._first_room) // 4 * 4
         try:
             if not self._kernels.follows(before._kernels):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ...errors import AlreadyMerged, InvalidInput, NotRestored
-from .. import backend as kernels
+from ..backend import Moves, idle, pick
 from ..checks import check_overlaps, check_segment, check_segments
 from ..packed import Packed
 from ..plan import untraced, writes
@@ -60,12 +60,12 @@ class TrackedPlan:
         self.segments = segments
         work = [s for s in segments if s.source.numel() and (s.rank or s.row_scale is not None)]
         device = work[0].source.device if work else torch.device("cpu")
-        self._tracked = kernels.pick(device).prepare_tracked(work, device) if work else None
+        self._tracked = pick(device).prepare_tracked(work, device) if work else None
         if self._tracked is not None:
             self._tracked.keep = keep
 
     def release(self) -> None:
-        """As `Plan.release`. (The reference backend goes on holding the tensors.)"""
+        """Do `Plan.release`. (The reference backend goes on holding the tensors.)"""
         self.segments = ()
 
     @property
@@ -81,7 +81,7 @@ class TrackedPlan:
     @untraced
     @writes
     @torch.inference_mode()
-    def merge(self, meanwhile: Callable[[], object] = kernels.idle) -> None:
+    def merge(self, meanwhile: Callable[[], object] = idle) -> None:
         """Merge in place, on the current stream; waits for the device. If it raises, weights are as before.
 
         Args:
@@ -100,7 +100,7 @@ class TrackedPlan:
     @untraced
     @writes
     @torch.inference_mode()
-    def unmerge(self, meanwhile: Callable[[], object] = kernels.idle) -> None:
+    def unmerge(self, meanwhile: Callable[[], object] = idle) -> None:
         """Put every bit back as it was before `merge`, and free what that took; waits for the device.
 
         Does nothing if the plan is not merged. After any error but `NotRestored` (no memory, say) what is left stays
@@ -116,15 +116,15 @@ class TrackedPlan:
         if self._tracked and self._tracked.merged:
             _check_restored(self._tracked.unmerge(meanwhile))
 
-    def moved(self, moves: kernels.Moves) -> bool:
-        """Weights of a merged plan lie elsewhere now, with all their bits. Whether `unmerge` finds them there; where
-        not, it must not be called."""
+    def moved(self, moves: Moves) -> bool:
+        """Tell a merged plan that weights lie elsewhere now, with all their bits. Return True if `unmerge` finds them
+        there; else it must not be called."""
         return self._tracked is None or self._tracked.moved(moves)
 
     @untraced
     @writes
     @torch.inference_mode()
-    def remerge(self, before: TrackedPlan, meanwhile: Callable[[], object] = kernels.idle) -> None:
+    def remerge(self, before: TrackedPlan, meanwhile: Callable[[], object] = idle) -> None:
         """Take the place of a plan that is merged: `before.unmerge()` and `self.merge()`, bit for bit.
 
         In one pass over the weights where both plans have the same weights in the same order, with adapters of the same

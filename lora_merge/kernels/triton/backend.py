@@ -1,4 +1,4 @@
-"""The Triton kernels (`triton_device.py`): one launch for each combination of dtypes and alignment in a table."""
+"""The Triton kernels (`merge_kernels.py`): one launch for each combination of dtypes and alignment in a table."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .tracked import TritonTracked
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Why the Triton kernels cannot run on `device`; None if they can."""
+    """Return why the Triton kernels cannot run on `device`; None if they can."""
     if device.type not in ("cuda", "cpu"):
         return "it needs CUDA tensors"
     if find_spec("triton") is None:
         return "triton is not installed"
-    from . import merge_kernels as triton_device
+    from . import merge_kernels
 
-    interpreted = bool(triton_device.INTERPRETED.value)
+    interpreted = bool(merge_kernels.INTERPRETED.value)
     if device.type == "cpu":
         return None if interpreted else "on CPU tensors it needs TRITON_INTERPRET=1, set before triton is imported"
     if interpreted:
@@ -75,7 +75,7 @@ def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
 
 
 def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> TwoStepScaled:
-    """Merged by launches of `prepare`, scaled by tensor operations."""
+    """Merge by launches of `prepare`, then scale by tensor operations."""
     return TwoStepScaled(prepare, ByOperations, placed, device)
 
 

@@ -62,7 +62,7 @@ class Shape(NamedTuple):
         return {"TILE_M": self.rows, "TILE_N": self.cols, "AHEAD": self.ahead, **options}
 
     def grid(self, units: int, device: torch.device) -> tuple[int]:
-        """How many programs."""
+        """Return how many programs run."""
         cuda = device.type == "cuda"
         processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
         return (min(units, self.programs * processors),)
@@ -94,7 +94,7 @@ class Variant(NamedTuple):
 
 
 def groups(table: np.ndarray) -> list[tuple[np.ndarray, dict[str, Any]]]:
-    """Parts of a table that one compiled kernel runs, and the constants it is compiled for."""
+    """Return parts of a table that one compiled kernel runs, and the constants it is compiled for."""
     import triton.language as tl
 
     dtypes = (tl.bfloat16, tl.float16, tl.float32, tl.int8, tl.int16, tl.int32, tl.int64)
@@ -124,7 +124,7 @@ def groups(table: np.ndarray) -> list[tuple[np.ndarray, dict[str, Any]]]:
 
 
 def _block_size(table: np.ndarray) -> np.ndarray:
-    """See `weights` in `triton_device.py`."""
+    """Return `BLOCK_SIZE` of each segment: see `weights` in `merge_kernels.py`."""
     block = table[:, BLOCK]
     by_row = (table[:, SOURCE_STRIDE] == block) & (table[:, SOURCE_STRIDE + 1] == 1) & (table[:, ROWS] > 1)
     size = np.where(by_row, -1, np.where(block & (block - 1) == 0, block, 0))
@@ -132,7 +132,7 @@ def _block_size(table: np.ndarray) -> np.ndarray:
 
 
 def _alignment(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What each segment's row strides and columns are multiples of where 16-byte accesses fit; 1 where not.
+    """Return what each segment's row strides and columns are multiples of where 16-byte accesses fit; 1 where not.
 
     The first array speaks of source and destination, the second of the adapters.
     """
@@ -151,7 +151,7 @@ def _alignment(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def merge_variant(table: np.ndarray, constants: dict[str, Any], device: torch.device) -> Variant:
-    """A launch over all tiles of a table, those of a row of tiles one after the other."""
+    """Return a launch over all tiles of a table, those of a row of tiles one after the other."""
     bytewise = (int(table[0, DTYPES]) & 0xFF) == RAW[1]
     long = _wide(constants) or constants["RANK_BLOCKS"] > 1 or constants["FORMAT"]
     merges = MERGE_LONG if long else MERGE
@@ -159,13 +159,13 @@ def merge_variant(table: np.ndarray, constants: dict[str, Any], device: torch.de
 
 
 def tracked_variant(table: np.ndarray, constants: dict[str, Any], device: torch.device) -> Variant:
-    """The same for a tracked merge."""
+    """Return the same for a tracked merge."""
     constants = {name: value for name, value in constants.items() if name not in ("FORMAT", "NESTED", "BLOCK_SIZE")}
     return _tiled(table, constants, TRACKED_WIDE if _wide(constants) else TRACKED, device)
 
 
 def tracked_code_bytes() -> int:
-    """Of a tile: two bits an element."""
+    """Return the bytes of a tile's codes: two bits an element."""
     return TRACKED.rows * TRACKED.cols // 4
 
 
@@ -181,7 +181,7 @@ def _tiled(table: np.ndarray, constants: dict[str, Any], shape: Shape, device: t
 
 
 def norm_variant(table: np.ndarray, constants: dict[str, Any], device: torch.device) -> Variant:
-    """A program takes a block of rows."""
+    """Return a launch in which a program takes a block of rows."""
     options = {name: value for name, value in constants.items() if name not in ("DESTINATION_T", "SCALED")}
     variant = _place(table, _ceil(table[:, ROWS], NORMS.rows), options, NORMS, device)
     del variant.options["AHEAD"]

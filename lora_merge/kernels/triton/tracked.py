@@ -1,4 +1,4 @@
-"""Tracked merges by Triton (`triton_tracked_device.py`): a launch each way for each combination of dtypes."""
+"""Tracked merges by Triton (`tracked_kernels.py`): a launch each way for each combination of dtypes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Group(NamedTuple):
 
 
 class TritonTracked:
-    """`fused.Kernels` of a table. Tiles of all launches are numbered in a row."""
+    """`one_pass.Kernels` of a table. Tiles of all launches are numbered in a row."""
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
         self.device = device

@@ -9,11 +9,11 @@ turns.
 
 A block's threads wait for each other whenever something goes from one to another, and with few blocks on a
 multiprocessor that is what a tile's time goes to. So words are in the order of threads (`_by_word`), weights and
-products are brought together once (`_beside`), and a tile's sums are made in one go (`_totals`).
+products are moved to the same threads once (`_same_threads`), and a tile's sums are made in one go (`_totals`).
 
 The compiled kernels have another order of codes, that of their own threads, and keep escapes in order of warps: Triton
 does not say which thread has what, and has no votes. Records, arena, room taken by the chunk and who asks for more are
-theirs (`fused.py`, `tracked.cuh`).
+theirs (`one_pass.py`, `tracked.cuh`).
 
 Both kernels compute the same estimate: `enable_fp_fusion` is off, so nothing is contracted in one of them only, and a
 NaN that a GPU computes has the same bits each time. In the interpreter it is an escape.
@@ -108,7 +108,7 @@ def track(
             lifted = _lifted(base, SOURCE_T)
             if RANK_BLOCKS > 0:
                 product = products(segment, i, j, LORA_A_T, LORA_B_T, LORA_ALIGN, RANK_BLOCKS, TILE_M, TILE_N, BLOCK_K)
-                lifted, product = _beside(lifted, product)
+                lifted, product = _same_threads(lifted, product)
             total = _value(lifted, SOURCE_T)
             if RANK_BLOCKS > 0:
                 total = tl.fma(product, scaling_of(segment), total)
@@ -227,7 +227,7 @@ def untrack(
             lifted = _lifted(written, SOURCE_T)
             if RANK_BLOCKS > 0:
                 product = products(segment, i, j, LORA_A_T, LORA_B_T, LORA_ALIGN, RANK_BLOCKS, TILE_M, TILE_N, BLOCK_K)
-                lifted, product = _beside(lifted, product)
+                lifted, product = _same_threads(lifted, product)
             merged = _value(lifted, SOURCE_T)
             estimate = _unscaled(merged, segment, i, SCALED)
             if RANK_BLOCKS > 0:
@@ -330,7 +330,7 @@ def _lowered(lifted, SOURCE_T: tl.constexpr):
 
 
 @triton.jit
-def _beside(lifted, product):
+def _same_threads(lifted, product):
     """Both as they are, but joined and split again, so that the compiler moves the weights to the threads that have the
     products, once, and not each thing that is computed of them to where it came from. Triton 3.9 sees through it."""
     lifted, bits = tl.split(tl.join(lifted, product.to(tl.int32, bitcast=True)))

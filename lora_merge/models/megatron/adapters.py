@@ -91,7 +91,7 @@ _UNWRAPPING = {"LinearAdapter", "TELinearAdapter", "PatchedLinearAdapter", "Patc
 
 
 def style_of(name: str, module: nn.Module) -> Style | None:
-    """How to read a module, if it is an adapter layer.
+    """Return how to read a module, if it is an adapter layer.
 
     Raises:
         UnsupportedAdapter: an adapter layer of a class that no style knows.
@@ -151,7 +151,7 @@ def _bridge(name: str, layer: Layer) -> list[Pair]:
 
 
 def _canonical(name: str, layer: Layer) -> list[Pair]:
-    """q, k, v or gate, up with adapters of their own; one that is not targeted is None."""
+    """Read q, k, v or gate, up with adapters of their own; one that is not targeted is None."""
     if not layer._adapter_enabled:
         return []
     parts = {key.removeprefix("adapter_"): adapter for key, adapter in layer.adapter._modules.items()}
@@ -159,7 +159,7 @@ def _canonical(name: str, layer: Layer) -> list[Pair]:
 
 
 def _bridge_pairs(name: str, adapter: Layer, part: str | None) -> list[Pair]:
-    """linear_in is lora_A and linear_out lora_B: 2-D, or 3-D `[local experts, ...]`; or one of each."""
+    """Read linear_in as lora_A and linear_out as lora_B: 2-D, or 3-D `[local experts, ...]`; or one of each."""
     path = path_of(type(adapter))
     if path not in _PAIRED:
         raise UnsupportedAdapter(f"{name}: adapters of class {path} cannot be merged here")
@@ -205,7 +205,7 @@ for _name in ("canonical_lora.LoRALinearSplitQKV", "canonical_lora.LoRALinearSpl
 
 
 def _peft(name: str, layer: Layer) -> list[Pair]:
-    """A PEFT layer whose lora_A and lora_B are parallel or replicated linears, grouped for grouped experts."""
+    """Read a PEFT layer whose lora_A and lora_B are parallel or replicated linears, grouped for grouped experts."""
     if layer.merged_adapters:
         raise AlreadyMerged(
             f"{name}: the base weight already holds the adapters {', '.join(layer.merged_adapters)}. Inside "
@@ -230,7 +230,7 @@ def _peft(name: str, layer: Layer) -> list[Pair]:
 
 
 def _weights(linear: Layer) -> list[Tensor]:
-    """`weight`, or `weight0`, `weight1`, ... of a grouped linear."""
+    """Return `weight`, or `weight0`, `weight1`, ... of a grouped linear."""
     if "weight" in linear._parameters:
         return [linear._parameters["weight"]]
     return [linear._parameters[f"weight{i}"] for i in range(linear.num_gemms)]
@@ -238,7 +238,7 @@ def _weights(linear: Layer) -> list[Tensor]:
 
 @contextmanager
 def _peft_off(layer: Layer) -> Iterator[None]:
-    """Takes the forward's merged path; the router's has none, so no adapter is active either."""
+    """Take the forward's merged path; the router's has none, so no adapter is active either."""
     before = {key: layer.__dict__.get(key) for key in ("merged_adapters", "_active_adapter")}
     layer.__dict__.update(merged_adapters=before["merged_adapters"] or list(layer.active_adapters), _active_adapter=[])
     try:

@@ -40,7 +40,7 @@ class ProcessGroups(NamedTuple):
 
 
 def replica(groups: Sequence[tuple[Sequence[int], Sequence[int]]], rank: int) -> tuple[int, ...]:
-    """The smallest set of ranks around one that holds a whole model, dense weights and experts.
+    """Return the smallest set of ranks around one that holds a whole model, dense weights and experts.
 
     Args:
         groups: `Groups.model` and `Groups.experts` of every rank in the world.
@@ -54,7 +54,7 @@ def replica(groups: Sequence[tuple[Sequence[int], Sequence[int]]], rank: int) ->
 
 
 def groups_of(model: Any) -> tuple[Groups, ProcessGroups]:
-    """Where this rank stands, for an unwrapped GPTModel.
+    """Return where this rank is, for an unwrapped GPTModel.
 
     Raises:
         InvalidInput: torch.distributed or Megatron's parallel groups are not initialised.

@@ -59,7 +59,7 @@ class Megatron:
         self._off = ExitStack()
 
     def reshard(self) -> None:
-        """Megatron's parameters stay where they are."""
+        """Do nothing: Megatron's parameters stay where they are."""
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         for chunk in self._chunks.list:
@@ -118,8 +118,8 @@ class Megatron:
 
     def united(self, parts: Mapping[str, Part]) -> dict[str, Part]:
         numbers: dict[int, int] = {}
-        told = self.ranks.gather((self._read().layers, [_told(part, numbers) for part in parts.values()]))
-        here = {layer for layers, _ in told for layer in layers}
+        by_rank = self.ranks.gather((self._read().layers, [_told(part, numbers) for part in parts.values()]))
+        here = {layer for layers, _ in by_rank for layer in layers}
         lacking = sorted(set(range(self._read().layer_count)) - here)
         if lacking:
             raise InvalidInput(
@@ -130,7 +130,7 @@ class Megatron:
         first: dict[str, tuple[int, _Told]] = {}
         united: dict[str, Part] = {}
         device = next((part.shard.device for part in parts.values()), torch.device("cpu"))
-        for rank, (_, things) in enumerate(told):
+        for rank, (_, things) in enumerate(by_rank):
             factors: dict[int, Shard] = {}
             for thing in things:
                 there, other = first.setdefault(thing.name, (rank, thing))
@@ -153,7 +153,8 @@ class Megatron:
         return Conversion(None, "")
 
     def weights(self, deltas: Sequence[Delta]) -> dict[Address, Tensor]:
-        """Whole parameters (whose data may be moved inside the block), also where not all of their rows are adapted."""
+        """Return whole parameters (whose data may be moved inside the block), also where not all of their rows are
+        adapted."""
         if self._indices is not None:
             found = some(self.snapshot().parameters, self._indices.weights)
             return dict(zip(self._indices.addresses, found, strict=True))
@@ -186,13 +187,13 @@ class Megatron:
 
 
 def _larger(a: Any, b: Any) -> Any | None:
-    """The one of two process groups that contains the other, if it does."""
+    """Return the one of two process groups that contains the other, if it does."""
     ranks = {group: set(dist.get_process_group_ranks(group)) for group in (a, b)}
     return next((one for one, other in ((a, b), (b, a)) if ranks[one] >= ranks[other]), None)
 
 
 def _replica(groups: Groups, pg: ProcessGroups) -> Any:
-    """The process group of the smallest set of ranks around this one that holds a whole model.
+    """Return the process group of the smallest set of ranks around this one that holds a whole model.
 
     Of groups of 2 and of 3 ranks some contain one another and some do not, so no rank can tell by itself whether all
     do: where no size divides the other, the first time is collective over the world.
@@ -202,9 +203,9 @@ def _replica(groups: Groups, pg: ProcessGroups) -> Any:
         return larger
     world = dist.group.WORLD
     if world not in _replicas:
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (groups.model, groups.experts))
-        for ranks in sorted({replica(told, rank) for rank in range(len(told))}):
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, (groups.model, groups.experts))
+        for ranks in sorted({replica(by_rank, rank) for rank in range(len(by_rank))}):
             group = dist.new_group(list(ranks))
             if dist.get_rank() in ranks:
                 _replicas[world] = group
@@ -245,10 +246,10 @@ def _told(part: Part, numbers: dict[int, int]) -> _Told:
 
 
 def _elsewhere(thing: _Told, factors: dict[int, Shard], device: torch.device) -> Part:
-    """A part of which nothing is here."""
+    """Return a part of which nothing is here."""
 
-    def half(told: _Half) -> Shard:
-        number, shape, dtype = told
+    def half(described: _Half) -> Shard:
+        number, shape, dtype = described
         return factors.setdefault(number, Shard(shape, dtype, device, ()))
 
     shape, dtype = thing.weight

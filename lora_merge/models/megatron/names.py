@@ -29,7 +29,8 @@ _EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
 
 
 def names_of(config: Any) -> Names:
-    """The names of Llama, Qwen2, Qwen3, Qwen2-MoE, Qwen3-MoE and Mixtral checkpoints, told apart by the configuration.
+    """Return the names of Llama, Qwen2, Qwen3, Qwen2-MoE, Qwen3-MoE and Mixtral checkpoints, told apart by the
+    configuration.
 
     Experts without norms on q and k, and without biases on them, are Mixtral's.
 
@@ -121,7 +122,8 @@ def bridge_names(registry: Any) -> Names:
 
 
 def row_blocks(name: str, hf: HF, rows: int, ranks: int, config: Any) -> dict[str, list[Block]]:
-    """Which rows of a Megatron parameter are which of the checkpoint's tensors: by key in `HF`, "" if there is one.
+    """Return which rows of a Megatron parameter are which of the checkpoint's tensors: by key in `HF`, "" if there is
+    one.
 
     Args:
         rows: of the whole parameter.
@@ -160,7 +162,8 @@ def row_blocks(name: str, hf: HF, rows: int, ranks: int, config: Any) -> dict[st
 
 
 def _check_fc1(name: str, hf: HF, ranks: int, config: Any) -> None:
-    """Where fc1 is gated, each rank holds its rows of gate above its rows of up; where not, it is one tensor."""
+    """Check fc1: where it is gated, each rank holds its rows of gate above its rows of up; where not, it is one
+    tensor."""
     gated, fused = getattr(config, "gated_linear_unit", True), not isinstance(hf, str)
     if not gated and fused:
         raise InvalidInput(

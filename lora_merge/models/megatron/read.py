@@ -96,7 +96,7 @@ class MegatronModel:
 
 
 def is_megatron(model: object) -> bool:
-    """Whether a model (or the first of a list of chunks) is a megatron-core GPTModel in any wrappers."""
+    """Return True if a model (or the first of a list of chunks) is a megatron-core GPTModel in any wrappers."""
     chunks = model.list if isinstance(model, Chunks) else model
     first = chunks[0] if isinstance(chunks, Sequence) and len(chunks) else chunks
     return isinstance(first, nn.Module) and _MODEL in lineage(type(innermost(first)))
@@ -141,8 +141,8 @@ def read(
 def facts_of(
     chunks: Sequence[nn.Module], modules: Iterable[nn.Module], *, adapters: bool
 ) -> tuple[list[Any], list[Tensor]]:
-    """All that reading these modules of chunks depends on, beside which they are and their parameters; it holds no
-    tensor.
+    """Return all that reading these modules of chunks depends on, beside which they are and their parameters; it holds
+    no tensor.
 
     Args:
         adapters: with what they add.
@@ -195,7 +195,7 @@ def adapters_off(chunks: Sequence[nn.Module] | nn.Module) -> Iterator[None]:
 
 @contextmanager
 def layers_off(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
-    """Inside, those of these modules that are adapter layers add nothing."""
+    """Make those of these modules that are adapter layers add nothing, for the time of a block."""
     with ExitStack() as undo:
         for name, module in modules:
             style = style_of(name, module)
@@ -278,7 +278,7 @@ class _Reader:
                 self._adapt(name, module, weights, adapter_style.pairs(name, layer))
 
     def _weights(self, path: str, module: nn.Module, model: Any) -> Iterator[_Weight]:
-        """The parameters and persistent buffers of a module under the names of `Names`, experts one by one."""
+        """Yield the parameters and persistent buffers of a module under the names of `Names`, experts one by one."""
         tied = model.share_embeddings_and_output_weights and path == "output_layer"
         config, cut = module.__dict__.get("config", model.config), cut_of(module)
         experts = ".experts." in path + "." and ".shared_experts" not in path
@@ -303,7 +303,7 @@ class _Reader:
             yield _Weight(name, tensor, data, along, expert, grid, config)
 
     def _grouped(self, path: str, module: Any, config: Any) -> Iterator[_Weight]:
-        """GroupedMLP holds the experts' weights transposed: `[E, hidden, ffn]` and `[E, ffn, hidden]`."""
+        """Read GroupedMLP, which holds the experts' weights transposed: `[E, hidden, ffn]` and `[E, ffn, hidden]`."""
         count, hidden, grid = module.num_local_experts, config.hidden_size, self._groups.expert_tp
         for linear, weight, shape, cut in (
             ("linear_fc1", module.weight1, (count, hidden, -1), 0),
@@ -314,7 +314,7 @@ class _Reader:
                 yield _Weight(name, weight, matrix.t(), cut, e, grid, config)
 
     def _canonical(self, name: str, config: Any) -> tuple[str, int | None]:
-        """The name that `Names` takes, and the number of the local expert."""
+        """Return the name that `Names` takes, and the number of the local expert."""
         rank, size = self._groups.ep
         found = _EXPERT.fullmatch(name) if ".experts." in name else None
         if found and (local := found[2] or found[4]):
@@ -332,7 +332,7 @@ class _Reader:
         return name, None
 
     def _has_experts(self, name: str) -> bool:
-        """Whether the layer of a (global) name has experts: `moe_layer_freq` is a period or a list."""
+        """Return True if the layer of a (global) name has experts: `moe_layer_freq` is a period or a list."""
         config = self._models[0].config
         if not config.num_moe_experts:
             return False
@@ -341,7 +341,7 @@ class _Reader:
         return bool(pattern[layer]) if isinstance(pattern, Sequence) else layer % pattern == 0
 
     def _hf(self, weight: _Weight) -> tuple[HF, dict[str, list[Block]]]:
-        """Where the rows of a parameter over all ranks belong."""
+        """Return where the rows of a parameter over all ranks belong."""
         hf = self._names(weight.name)
         if hf is None:
             raise InvalidInput(
@@ -366,7 +366,7 @@ class _Reader:
             self._parameters[name] = weight.parameter
 
     def _check_columns(self, weight: _Weight) -> None:
-        """The hidden size, on the side that is not cut; and the heads that the output projection takes."""
+        """Check the hidden size, on the side that is not cut, and the heads that the output projection takes."""
         if weight.tensor.dim() != 2 or weight.cut is None:
             return
         config, shape = weight.config, tuple(weight.tensor.shape)
@@ -428,7 +428,7 @@ class _Reader:
             self._deltas.setdefault(hf_name, []).append(Factors(shared, lora_B, pair.scaling))
 
     def _half(self, half: Half, grid: tuple[int, int], key: str = "", blocks: Sequence[Block] | None = None) -> Shard:
-        """A factor in coordinates of a checkpoint tensor (its key); of its own, in one block, by default."""
+        """Return a factor in coordinates of a checkpoint tensor (its key); of its own, in one block, by default."""
         tensor = half.tensor.detach()
         memo = (tensor.data_ptr(), tensor.shape, key, half.cut)
         if memo not in self._halves:
@@ -438,7 +438,7 @@ class _Reader:
 
 
 def _place(tensor: Tensor, cut: int | None, grid: tuple[int, int], blocks: Sequence[Block]) -> Shard:
-    """This rank's part of one checkpoint tensor, out of a parameter of which it is these rows over all ranks.
+    """Return this rank's part of one checkpoint tensor, out of a parameter of which it is these rows over all ranks.
 
     Args:
         tensor: `[rows]` or `[rows, columns]`, cut evenly over the ranks of a group along dimension `cut`.

@@ -21,6 +21,7 @@ from ...errors import InvalidInput
 from ...names import hf_name, lineage, named_tensors, own_parameters
 from ..brought import bring
 from .files import FILES, TENSORS, file_of
+from .layer import TUNER_LAYER
 
 _ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 _STATE = re.compile(
@@ -33,7 +34,6 @@ _MODEL = re.compile(r"(model|pytorch_model|consolidated)([-.].*)?\.(safetensors|
 """How whole models are called: their files belong together."""
 _VALUE_HEAD = re.compile(r"(.*\.)?(v_head|value_head)\..*")
 _FACTORS = "lora_"
-_TUNER_LAYER = "peft.tuners.tuners_utils.BaseTunerLayer"
 
 
 @dataclass
@@ -133,19 +133,19 @@ def put(model: nn.Module, beside: Beside) -> None:
 
 
 def _adapted(model: nn.Module) -> Iterator[str]:
-    """Names of the parameters that the adapter's factors change."""
+    """Yield the names of the parameters that the adapter's factors change."""
     for name, module in model.named_modules():
-        if _TUNER_LAYER in lineage(type(module)):
+        if TUNER_LAYER in lineage(type(module)):
             yield f"{hf_name(name)}.{getattr(module, 'parameter_name', 'weight')}"
 
 
 def _is_a_model(own: Mapping[str, Tensor], shapes: Mapping[str, Any], adapted: set[str]) -> bool:
-    """Whether a file holds the weights that the adapter changes, all of them: trainers do not train these whole."""
+    """Return True if a file holds all weights that the adapter changes: trainers do not train these whole."""
     return bool(adapted & shapes.keys()) and adapted & shapes.keys() <= own.keys()
 
 
 def _files(folder: Path, base: Path, notes: list[str]) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    """The files of tensors, by name; those of one model together."""
+    """Yield the files of tensors, by name; those of one model together."""
     together: dict[str, Tensor] = {}
     first = ""  # of the files of a whole model
     for path in sorted(folder.iterdir()):
@@ -167,7 +167,7 @@ def _files(folder: Path, base: Path, notes: list[str]) -> Iterator[tuple[str, Ma
 
 
 def _tensors(path: Path) -> dict[str, Tensor] | None:
-    """Tensors in a file, mapped; none where it holds something else; None where that cannot be told."""
+    """Return the tensors in a file, mapped; none where it holds something else; None where that cannot be told."""
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file

@@ -12,7 +12,7 @@ from ...errors import InvalidInput
 from ...names import lineage
 from ..claims import undone
 from ..guards import Replaced
-from .read import _PEFT_MODEL, _TUNER_LAYER
+from .layer import PEFT_MODEL, TUNER_LAYER
 from .tokens import TOKENS
 
 _TUNER = "peft.tuners.tuners_utils.BaseTuner"
@@ -20,7 +20,7 @@ _WRAPPER = "peft.utils.other.ModulesToSaveWrapper"
 
 
 def check_names(names: Any) -> tuple[str, ...] | None:
-    """Names of adapters as an argument; None for those that act.
+    """Return names of adapters that were an argument; None for those that act.
 
     Raises:
         InvalidInput: it is no list of different names.
@@ -62,7 +62,7 @@ def originals(model: Any) -> AbstractContextManager[None]:
 
 def _changes(model: Any, names: list[str]) -> list[tuple[Sequence[nn.Module], dict[str, Any]]]:
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    layers: list[Any] = [m for m in modules if _TUNER_LAYER in lineage(type(m))]
+    layers: list[Any] = [m for m in modules if TUNER_LAYER in lineage(type(m))]
     wrappers: list[Any] = [m for m in modules if _WRAPPER in lineage(type(m))]
     there = {name for layer in layers for name in layer._get_available_adapters()}
     there |= {name for wrapper in wrappers for name in wrapper.modules_to_save}
@@ -89,5 +89,5 @@ def _changes(model: Any, names: list[str]) -> list[tuple[Sequence[nn.Module], di
             )
         changes.append(([wrapper], {"_active_adapter": own, "_disable_adapters": False}))
     changes.append(([m for m in modules if _TUNER in lineage(type(m))], {"active_adapter": names}))
-    changes.append(([m for m in modules if _PEFT_MODEL in lineage(type(m))], {"active_adapter": names[0]}))
+    changes.append(([m for m in modules if PEFT_MODEL in lineage(type(m))], {"active_adapter": names[0]}))
     return changes

@@ -33,7 +33,7 @@ _FUSED = {
 
 
 def _wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """PEFT's layers for parameters that no linear layer holds."""
+    """Yield PEFT's layers for parameters that no linear layer holds."""
     for name, module in model.named_modules():
         if _WRAPPER in lineage(type(module)):
             yield name, module
@@ -77,7 +77,7 @@ def as_laid_out_here(
 
 
 def _turned(lora_A: Tensor, lora_B: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Factors of the transposed products: the same elements in another order."""
+    """Return the factors of the transposed products: the same elements in another order."""
     return (
         lora_B.reshape(lora_B.shape[0], -1, experts).permute(2, 1, 0).reshape(-1, lora_B.shape[0]).contiguous(),
         lora_A.reshape(experts, -1, lora_A.shape[-1]).permute(2, 1, 0).reshape(lora_A.shape[-1], -1).contiguous(),
@@ -85,7 +85,7 @@ def _turned(lora_A: Tensor, lora_B: Tensor, experts: int) -> tuple[Tensor, Tenso
 
 
 def _written(folder: object, said: Mapping[str, Any], name: str, is_transposed: bool) -> bool:
-    """Whether the PEFT that wrote an adapter's file has lora_A on the last dimension."""
+    """Return True if the PEFT that wrote an adapter's file has lora_A on the last dimension."""
     version = str(said.get("peft_version") or "0.17.0")  # PEFT has written its version from 0.18 on
     found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
     if found is None or "dev" in version:
@@ -142,14 +142,14 @@ def scale_as_trained(folder: object, said: Mapping[str, Any], model: nn.Module, 
 
 
 def _is_router(said: Mapping[str, Any], layer: Any) -> bool:
-    """Whether a router's weight is targeted by a name of transformers 4, where it was a linear layer."""
+    """Return True if a router's weight is targeted by a name of transformers 4, where it was a linear layer."""
     return layer.parameter_name == "weight" and not any(
         str(target).endswith("weight") for target in said.get("target_parameters") or ()
     )
 
 
 def _scaling(said: Mapping[str, Any], module: str, rank: int) -> float:
-    """Of a linear layer, by the adapter's configuration."""
+    """Return the scaling of a linear layer by the adapter's configuration."""
     from peft.utils.other import get_pattern_key
 
     patterns = said.get("alpha_pattern") or {}

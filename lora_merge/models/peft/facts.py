@@ -1,6 +1,6 @@
 """All that reading PEFT's layers depends on, beside which modules they are and their parameters: part of a snapshot.
 
-What a reader in `read.py` looks at has its place here too.
+What `read.py` and `readers.py` look at has its place here too.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import nn
 from ...names import Trail, any_wrapper, column, innermost, path_of
 from ..watch import Look, Question
 from .forwards import OWN
-from .read import (
-    _BACKEND,
-    _CODED,
-    _EMBEDDING,
-    _GEOMETRY,
-    _LINEAR,
-    _MESH,
-    _PARAMETER,
-    _PEFT_MODEL,
-    _READERS,
-    _SWAPPED,
+from .layer import (
+    BACKEND,
+    CODED,
+    EMBEDDING,
+    GEOMETRY,
+    LINEAR,
+    MESH,
+    PARAMETER,
+    PEFT_MODEL,
+    SWAPPED,
     PeftLayer,
-    _kind,
-    _peft_types,
+    peft_class,
 )
+from .read import adapter_types
+from .readers import READERS
 from .tokens import TOKENS, TRAINED
 
 _FORWARD, _OLD_FORWARD = methodcaller("get", "forward"), methodcaller("get", "_old_forward")
@@ -57,18 +57,18 @@ class AdapterFacts(NamedTuple):
 
 
 def adapter_facts(seen: Trail) -> AdapterFacts:
-    """Of the modules of a model."""
+    """Return the facts of the modules of a model."""
     found = AdapterFacts([], [], set(), [], [])
     modules, classes, insides, _ = seen
     for cls in dict.fromkeys(classes):
-        kind = _kind(cls)
+        kind = peft_class(cls)
         if kind is None:
             continue
         chosen = list(map(is_, classes, repeat(cls)))
         some: list[PeftLayer] = list(compress(modules, chosen))
-        if kind == _PEFT_MODEL:
-            found.facts.extend(map(_peft_types, some))
-            found.asked.append((_peft_types, some))
+        if kind == PEFT_MODEL:
+            found.facts.extend(map(adapter_types, some))
+            found.asked.append((adapter_types, some))
             continue
         alike = _alike(cls, some, list(compress(insides, chosen)))
         if alike is None:
@@ -82,10 +82,8 @@ def adapter_facts(seen: Trail) -> AdapterFacts:
         found.kinds.update(alike.kinds)
         found.looks.extend(alike.looks)
         found.asked.extend(alike.asked)
-    if any(map(contains, insides, repeat(_MESH))):
-        found.facts.extend(
-            (id(m), inside[_MESH]) for m, inside in zip(modules, insides, strict=True) if _MESH in inside
-        )
+    if any(map(contains, insides, repeat(MESH))):
+        found.facts.extend((id(m), inside[MESH]) for m, inside in zip(modules, insides, strict=True) if MESH in inside)
     parts = [innermost(part) for part in found.parts] if any_wrapper(found.parts) else found.parts
     within = list(map(vars, parts))
     found.looks.append(Look(parts, _OWN, "t" * len(_OWN), within))
@@ -95,9 +93,10 @@ def adapter_facts(seen: Trail) -> AdapterFacts:
 
 
 def _alike(cls: type, layers: Sequence[PeftLayer], insides: Sequence[dict[str, Any]]) -> AdapterFacts | None:
-    """Of linear layers in all of which the same adapters act, attribute by attribute: of thousands of experts,
-    `_layer_facts` would take longer than merging them. None where they are not like that, or not as PEFT makes them."""
-    if path_of(cls) != _LINEAR or not _keeps_fields(cls):
+    """Return the facts of linear layers in all of which the same adapters act, attribute by attribute: of thousands of
+    experts, `_layer_facts` would take longer than merging them. None where they are not like that, or not as PEFT makes
+    them."""
+    if path_of(cls) != LINEAR or not _keeps_fields(cls):
         return None
     try:
         merged, disabled, active, scalings, variants, transposed, children = (
@@ -105,13 +104,13 @@ def _alike(cls: type, layers: Sequence[PeftLayer], insides: Sequence[dict[str, A
         )
         if any(merged) or any(disabled) or active.count(active[0]) != len(active):
             return None
-        if any(map(contains, insides, repeat(_BACKEND))):
+        if any(map(contains, insides, repeat(BACKEND))):
             return None
         names = [active[0]] if isinstance(active[0], str) else list(active[0])
         found = AdapterFacts([cls, len(layers), *names], [], set(), [], [])
         inner: list[nn.Module] = list(map(itemgetter("base_layer"), children))
         bases = list(map(vars, inner))
-        found.looks.append(Look(layers, (*_FIELDS, "fan_in_fan_out", _BACKEND), "vvvvtvt", insides))
+        found.looks.append(Look(layers, (*_FIELDS, "fan_in_fan_out", BACKEND), "vvvvtvt", insides))
         for modules, within in ((inner, bases), (layers, insides)):
             found.looks.append(Look(modules, ("forward", "_old_forward"), "tt", within))
             forwards = [*map(_FORWARD, within), *map(_OLD_FORWARD, within)]
@@ -144,12 +143,12 @@ _PROPERTIES = {
 
 @cache
 def _keeps_fields(cls: type) -> bool:
-    """Whether a layer's properties are what its `_FIELDS` say, and nothing of its class hides one of these."""
+    """Return True if a layer's properties are what its `_FIELDS` say, and nothing of its class hides one of these."""
     own = all(not hasattr(getattr(cls, name, None), "__set__") for name in (*_FIELDS, "fan_in_fan_out", "_modules"))
     gets = {name: getattr(getattr(cls, name, None), "fget", None) for name in _PROPERTIES}
     codes = {name: getattr(get, "__code__", None) for name, get in gets.items()}
     read = all(code is not None and set(code.co_names) == _PROPERTIES[name] for name, code in codes.items())
-    return own and read and getattr(cls, _BACKEND, None) is None
+    return own and read and getattr(cls, BACKEND, None) is None
 
 
 def _answer(layer: PeftLayer) -> list[Any]:
@@ -160,7 +159,6 @@ def _answer(layer: PeftLayer) -> list[Any]:
 
 
 def _token_facts(layer: PeftLayer, parts: list[nn.Module]) -> list[Any]:
-    """Of a layer of trainable tokens."""
     inside, base = layer._modules, vars(layer._modules["base_layer"])
     parts.append(inside[TRAINED])
     facts = [*layer.merged_adapters, layer.disable_adapters, *layer.active_adapters]
@@ -170,9 +168,9 @@ def _token_facts(layer: PeftLayer, parts: list[nn.Module]) -> list[Any]:
 
 
 def _layer_facts(layer: PeftLayer, parts: list[nn.Module]) -> list[Any]:
-    """Of one layer; adds the modules of its active adapters to `parts`."""
+    """Return the facts of one layer; add the modules of its active adapters to `parts`."""
     path = path_of(type(layer))
-    if path not in _READERS:
+    if path not in READERS:
         there = frozenset() if layer.disable_adapters else frozenset(layer._get_available_adapters())
         return [*layer.merged_adapters, layer.disable_adapters, *layer.active_adapters, there]
     if path == TOKENS:
@@ -181,7 +179,7 @@ def _layer_facts(layer: PeftLayer, parts: list[nn.Module]) -> list[Any]:
     inside, begin = layer._modules, len(parts)
     base = vars(inside["base_layer"])
     around = [id(keeps(held)) for keeps in (_FORWARD, _OLD_FORWARD) for held in (base, vars(layer))]
-    facts = [*merged, disabled, *around, getattr(layer, _BACKEND, None) is None]
+    facts = [*merged, disabled, *around, getattr(layer, BACKEND, None) is None]
     lora_A, lora_B = inside["lora_A"]._modules, inside["lora_B"]._modules
     magnitudes = inside["lora_magnitude_vector"]._modules
     for adapter in () if disabled else active:
@@ -191,19 +189,19 @@ def _layer_facts(layer: PeftLayer, parts: list[nn.Module]) -> list[Any]:
                 parts += (lora_A[adapter], lora_B[adapter])
             if adapter in magnitudes:
                 parts.append(magnitudes[adapter])
-    if path == _LINEAR or path in _CODED:
+    if path == LINEAR or path in CODED:
         facts.append(layer.fan_in_fan_out)
-    elif path == _EMBEDDING:
+    elif path == EMBEDDING:
         parts += (inside["lora_embedding_A"], inside["lora_embedding_B"])
         facts += (innermost(layer).max_norm, hasattr(innermost(layer), "embed_scale"))
-    elif path == _PARAMETER:
-        facts += (layer.parameter_name, layer.num_experts, getattr(layer, _SWAPPED, False))
+    elif path == PARAMETER:
+        facts += (layer.parameter_name, layer.num_experts, getattr(layer, SWAPPED, False))
     else:
         base = innermost(layer)
         convs = [base, *(innermost(part) for part in parts[begin:])]
         facts += [
             id(_CONV_FORWARD(vars(base))),
             base.groups,
-            *(getattr(conv, what, None) for conv in convs for what in _GEOMETRY),
+            *(getattr(conv, what, None) for conv in convs for what in GEOMETRY),
         ]
     return facts

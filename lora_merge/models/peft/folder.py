@@ -28,7 +28,7 @@ from .beside import put, read_beside
 from .experts import as_laid_out_here, scale_as_trained
 from .files import CONFIG, TENSORS, file_of
 from .matching import advice, match
-from .read import _KINDS
+from .read import ADAPTER_TYPES
 from .tokens import TRAINED
 from .tying import tie_again
 
@@ -54,7 +54,7 @@ _WIDEST = (
 
 
 def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype, *, values: bool = False) -> nn.Module:
-    """The adapter in a folder, on its base, as PEFT loads it: a `PeftModel` on the CPU.
+    """Read the adapter in a folder onto its base, as PEFT loads it: a `PeftModel` on the CPU.
 
     Args:
         folder: as `save_pretrained` of a `PeftModel` wrote it.
@@ -72,7 +72,7 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
         import transformers  # noqa: F401
         from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
     folder = Path(folder)
-    said = _said(folder)
+    said = _config_of(folder)
     _check_kind(folder, said)
     file = file_of(folder)
     if file is None:
@@ -96,9 +96,9 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
     except OSError as error:
         raise InvalidInput(f"{folder}: the file of its tensors cannot be read ({error.strerror or error})") from error
     except Exception as error:
-        told = str(error).strip().partition("\n")[0]
+        reason = str(error).strip().partition("\n")[0]
         raise InvalidInput(
-            f"{folder}: its tensors cannot be read ({type(error).__name__}: {told}): "
+            f"{folder}: its tensors cannot be read ({type(error).__name__}: {reason}): "
             "the file is cut short, or something else (a Git LFS pointer?); save or fetch the adapter again"
         ) from error
     _check_finite(folder, held)
@@ -119,9 +119,9 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
         raise
     except Exception as error:
         first = str(error).strip().splitlines()
-        told = "; ".join(line.strip() for line in first[:3])
+        reason = "; ".join(line.strip() for line in first[:3])
         raise InvalidInput(
-            f"{folder}: the adapter does not fit the base {named} ({type(error).__name__}: {told}); "
+            f"{folder}: the adapter does not fit the base {named} ({type(error).__name__}: {reason}); "
             f"{advice(matched, said, given=base is not None)}"
         ) from error
     missing = _missing(adapted, set(problems.missing_keys))
@@ -220,12 +220,12 @@ def _mark_whole(folder: Path, model: nn.Module, saved: set[str], bias: str) -> N
 
 
 def needs_values(folder: str | Path) -> bool:
-    """Whether what the adapter adds depends on the base's weights: DoRA's factors of rows do."""
-    return bool(_said(Path(folder)).get("use_dora"))
+    """Return True if what the adapter adds depends on the base's weights: DoRA's factors of rows do."""
+    return bool(_config_of(Path(folder)).get("use_dora"))
 
 
-def _said(folder: Path) -> dict[str, Any]:
-    """What an adapter's configuration says."""
+def _config_of(folder: Path) -> dict[str, Any]:
+    """Return what an adapter's configuration says."""
     if not (folder / CONFIG).is_file():
         raise InvalidInput(
             f"{folder} holds no adapter of PEFT's: expected {CONFIG} there, as save_pretrained writes it"
@@ -241,7 +241,8 @@ def _said(folder: Path) -> dict[str, Any]:
 
 
 def elsewhere(folder: Path) -> str:
-    """Where a folder that holds no adapter has one: PEFT saves those of another name than "default" one folder down."""
+    """Return where a folder that holds no adapter has one: PEFT saves adapters of another name than "default" one
+    folder down."""
     found = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
     return f"; there is one in {folder / found[0]}" if found else ""
 
@@ -274,7 +275,7 @@ def _check_known(folder: Path, said: Mapping[str, Any], config: Any) -> None:
 def _check_kind(folder: Path, said: Mapping[str, Any]) -> None:
     """Refuse, by what its configuration says, what no weight of its base can express."""
     kind = str(said.get("peft_type"))
-    if kind not in _KINDS:
+    if kind not in ADAPTER_TYPES:
         raise UnsupportedAdapter(
             f"{folder}: an adapter of type {kind}; only LoRA adapters and trainable tokens can be merged here"
         )
@@ -308,7 +309,7 @@ def _other_base(begun: str) -> str:
 
 
 def _base(name: str, dtype: torch.dtype, values: bool, given: bool) -> nn.Module:
-    """The base model, of the class that wrote its checkpoint."""
+    """Return the base model, of the class that wrote its checkpoint."""
     import transformers
 
     try:
@@ -320,11 +321,11 @@ def _base(name: str, dtype: torch.dtype, values: bool, given: bool) -> nn.Module
         with torch.device("meta"):
             model = cls.from_config(config, trust_remote_code=False) if hasattr(cls, "from_config") else cls(config)
     except Exception as error:
-        told = str(error).strip().splitlines()
+        reason = str(error).strip().splitlines()
         whose = "base" if given else "the adapter's base_model_name_or_path"
         raise InvalidInput(
             f"{whose}: {name!r} cannot be read as a model of transformers ({type(error).__name__}: "
-            f"{told[0] if told else ''}); pass base=, the base's folder or name. A model "
+            f"{reason[0] if reason else ''}); pass base=, the base's folder or name. A model "
             "with code of its own: load it, put the adapter on with PeftModel.from_pretrained, and use "
             "lora_merge.save_merged"
         ) from error
@@ -332,8 +333,8 @@ def _base(name: str, dtype: torch.dtype, values: bool, given: bool) -> nn.Module
 
 
 def _class_of(config: Any) -> Any:
-    """The class that wrote a base; where its config names one that transformers does not have (as Qwen2.5-Omni's does),
-    transformers' own for such a config, the widest first."""
+    """Return the class that wrote a base; where its config names one that transformers does not have (as Qwen2.5-Omni's
+    does), transformers' own for such a config, the widest first."""
     import transformers
 
     written = next(iter(getattr(config, "architectures", None) or ()), "")
@@ -347,7 +348,7 @@ def _class_of(config: Any) -> Any:
 
 
 def _placed(model: nn.Module) -> nn.Module:
-    """A model on the meta device -> the same on the CPU, in memory that nobody has touched."""
+    """Move a model from the meta device to the CPU, into memory that nobody has touched."""
     found: dict[int, Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         found.setdefault(id(tensor), tensor)

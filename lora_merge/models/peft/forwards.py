@@ -53,7 +53,7 @@ class _ScaledWordEmbedding(nn.Embedding):
 
 
 def _code(function: Any) -> tuple[bytes, tuple[str, ...]]:
-    """What runs, whatever its place in a file and its annotations."""
+    """Return what runs, whatever its place in a file and its annotations."""
     return function.__code__.co_code, function.__code__.co_names
 
 
@@ -68,13 +68,15 @@ OWN = frozenset({"forward", "_old_forward", "_conv_forward", _SWIFT_KEEPS})
 
 
 def strange_forward(module: nn.Module) -> str | None:
-    """Dotted path of the code in a module's forward that is not known to be linear in its weight; None if all is."""
+    """Return the dotted path of the code in a module's forward that is not known to be linear in its weight; None if
+    all is."""
     scales = isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
     return _strange([*_own(module), *_defined(type(module), "forward")], scales) or _strange(_convolves(module))
 
 
 def strange_factor(part: nn.Module) -> str | None:
-    """The same of a lora_A or lora_B, of which there are thousands: by its class, unless it has its own forward."""
+    """Return `strange_forward` of a lora_A or lora_B, of which there are thousands: by its class, unless it has its own
+    forward."""
     kind: type = type(part)
     if OWN.isdisjoint(part.__dict__):
         return _strange_class(kind)
@@ -83,20 +85,19 @@ def strange_factor(part: nn.Module) -> str | None:
 
 
 def strange_layer(layer: nn.Module) -> str | None:
-    """Dotted path of the forward of a layer of PEFT's that is not PEFT's own, on the layer or on its class; None if it
-    is."""
+    """Return the dotted path of the forward of a layer of PEFT's that is not PEFT's own, on the layer or on its class;
+    None if it is."""
     path = _path(_function([*_own(layer), *_defined(type(layer), "forward")][0]))
     return None if path.startswith(_PEFTS) else path
 
 
 def _own(module: nn.Module) -> list[Any]:
-    """The forward that is set on a module itself; accelerate calls it from one of its own, and keeps it."""
+    """Return the forward that is set on a module itself; accelerate calls it from one of its own, and keeps it."""
     inside = module.__dict__
     return [inside[name] for name in ("_old_forward", "forward") if name in inside][:1]
 
 
 def _function(found: Any) -> Any:
-    """Of a bound method."""
     return getattr(found, "__func__", found)
 
 
@@ -112,12 +113,12 @@ def _convolves(module: nn.Module) -> list[Any]:
 
 
 def _defined(cls: type, method: str) -> list[Any]:
-    """By a module's classes, the one that is called first."""
+    """Return a method as a class and its ancestors define it, the one that is called first in front."""
     return [base.__dict__[method] for base in cls.__mro__ if method in base.__dict__]
 
 
 def _strange(functions: list[Any], scales: bool = False) -> str | None:
-    """Of functions each of which may call the next one.
+    """Return the first strange path of functions each of which may call the next one.
 
     Args:
         scales: whether the adapter is scaled by `embed_scale`; then the base has to be, and else it must not.
@@ -135,7 +136,7 @@ def _strange(functions: list[Any], scales: bool = False) -> str | None:
 
 
 def _path(function: object) -> str:
-    """Of the code itself: decorators take over names."""
+    """Return the dotted path of the code itself: decorators take over names."""
     if isinstance(function, FunctionType):
         return f"{function.__globals__['__name__']}.{function.__code__.co_qualname}"
     return f"{type(function).__module__}.{type(function).__qualname__}"

@@ -41,7 +41,8 @@ from ..snapshot import (
     take,
 )
 from .idle import warn_if_idle
-from .read import Adapters, PeftLayer, read_adapters
+from .layer import PeftLayer
+from .read import Adapters, read_adapters
 
 _cut: WeakSet[nn.Module] = WeakSet()
 """Models that were sharded when they were last looked at: nothing but their layout says what to look at."""
@@ -72,7 +73,7 @@ class Peft:
         self._layout.release(self._written)
 
     def _open(self) -> Layout:
-        """The layout, of units that are on their shards. May fail on one rank alone."""
+        """Return the layout, of units that are on their shards. May fail on one rank alone."""
         if not self._resharded:
             self._layout.check_idle()
             self._layout.reshard()
@@ -117,7 +118,8 @@ class Peft:
         return list(chain.from_iterable(layers for _, layers in self._layers)), deltas
 
     def _once(self) -> list[Delta]:
-        """What adapters do to each parameter in place: of a tied one to all of whose users they do the same, one."""
+        """Return what adapters do to each parameter in place: one delta of a tied one to all of whose users they do the
+        same."""
         seen: set[Hashable] = set()
         found = []
         for delta in self._read().deltas:
@@ -142,7 +144,7 @@ class Peft:
         }
 
     def _part(self, t: NamedTensor, delta: Delta | None, tied: str = "", plain: torch.dtype | None = None) -> Part:
-        """`plain`: of the model's weights that are not quantised."""
+        """Make the part of one name; `plain`: the dtype of the model's weights that are not quantised."""
         dtype = plain if t.attribute == "weight" and dtypeless(t.owner) else None
         if delta is not None:
             return Part(t.name, delta.weight, delta, True, tied, dtype)
@@ -151,8 +153,8 @@ class Peft:
         return Part(t.name, shard or self._layout.shard(t.name, t.tensor), None, trained, tied, dtype)
 
     def _tied(self, tensors: Sequence[tuple[NamedTensor, Delta | None]]) -> dict[str, str]:
-        """Names that transformers ties when it loads a checkpoint, and whose adapters do not differ -> the name of the
-        same weight in checkpoints."""
+        """Return the names that transformers ties when it loads a checkpoint, and whose adapters do not differ -> the
+        name of the same weight in checkpoints."""
         groups: dict[Hashable, list[tuple[NamedTensor, Delta | None]]] = {}
         for t, delta in tensors:
             groups.setdefault(self._view(t), []).append((t, delta))
@@ -166,7 +168,7 @@ class Peft:
         return {name: saved[0] for saved, names in kept for name in names if name not in saved}
 
     def _view(self, t: NamedTensor) -> Hashable:
-        """Equal for two places that hold one parameter and see the same of it (tied weights)."""
+        """Return a value that is equal for two places that hold one parameter and see the same of it (tied weights)."""
         where = self._layout.identity(t.owner, t.attribute, t.tensor)
         # Tensors without elements have no address of their own.
         empty = t.name if isinstance(where, tuple) and t.tensor.numel() == 0 else None
@@ -184,7 +186,8 @@ class Peft:
     # ---- in place ----------------------------------------------------------------------------------------------------
 
     def weights(self, deltas: Sequence[Delta]) -> dict[Address, Tensor]:
-        """Parameters (whose data may be moved inside the block), or what is here of them where they are sharded."""
+        """Return parameters (whose data may be moved inside the block), or what is here of them where they are
+        sharded."""
         for delta in deltas if self._indices is None else ():
             how = "" if delta.owner is None else quantised.how(delta.owner, delta.attribute)
             if how:
@@ -202,13 +205,12 @@ class Peft:
         return dict(zip(addresses, tensors, strict=True))
 
     def _adapted(self, deltas: Sequence[Delta]) -> Sequence[Tensor]:
-        """The parameters that deltas, all that `adapters` told, change, and of which something is here."""
+        """Return the parameters that deltas, all that `adapters` gave, change, and of which something is here."""
         if self._indices is not None:
             return some(self.snapshot().parameters, self._indices.weights)
         return [parameter for parameter in map(_parameter, deltas) if here(parameter).numel()]
 
     def _name(self, parameter: Tensor) -> str:
-        """Of a parameter that a delta changes."""
         return next(delta.name for delta in self._read().deltas if _parameter(delta) is parameter)
 
     def layouts(self, weights: Mapping[Address, Tensor]) -> Sequence[Layed]:
@@ -231,9 +233,9 @@ class Peft:
 
     @contextmanager
     def jobs(self, deltas: Sequence[Delta], copy: Callable[[Address], Tensor]) -> Iterator[Sequence[Job]]:
-        """The first adapted user of a tied weight merges in place. Its other users see that where adapters do the same
-        to all; else each gets a parameter of its own, which is the copy, or a merged tensor if it has an adapter too.
-        """
+        """Merge the first adapted user of a tied weight in place. Its other users see that where adapters do the same
+        to all; else each gets a parameter of its own, which is the copy, or a merged tensor if it has an adapter
+        too."""
         if not self._layout.flat:
             self._written = self._adapted(deltas)
             self._layout.check_free(self._written, self._name)
@@ -317,7 +319,7 @@ class Peft:
         _apart[self.key] = facts
 
     def _sharded_jobs(self, deltas: Sequence[Delta]) -> list[Job]:
-        """What is sharded cannot be held apart: adapters have to do the same to all users of a tied weight."""
+        """Require that adapters do the same to all users of a tied weight: what is sharded cannot be separated."""
         for delta in deltas:
             where = self._read().place(delta)
             users = self._read().users[where]
@@ -332,7 +334,7 @@ class Peft:
         return [job for delta in deltas for job in in_place(delta)]
 
     def off(self) -> None:
-        """Makes PEFT's forward take its merged path, and keeps PEFT from merging and unmerging, and everything in the
+        """Make PEFT's forward take its merged path, and keep PEFT from merging and unmerging, and everything in the
         model from saving: there are merged weights under the base's names."""
         merged = {"merge": refuse, "unmerge": refuse, "__getstate__": refuse_copy}
         layers = [(which, {"merged_adapters": list(active), **merged}) for active, which in self._layers if active]
@@ -349,7 +351,8 @@ _apart: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 
 
 def _plain_dtype(tensors: Sequence[NamedTensor]) -> torch.dtype:
-    """Of the first weight of a model that is not quantised, its embeddings mostly; float16 is what LLM.int8 is for."""
+    """Return the dtype of a model's first weight that is not quantised, its embeddings mostly; float16 is what LLM.int8
+    is for."""
     plain = (t.tensor.dtype for t in tensors if not quantised.how(t.owner) and t.tensor.dtype in FLOATS)
     return next(plain, torch.float16)
 

@@ -55,7 +55,7 @@ class View:
     loaded: Callable[[str], str]
 
     def in_base(self, path: str) -> str | None:
-        """The base's name of one of its modules; None where the base has no such module."""
+        """Return the base's name of one of its modules; None where the base has no such module."""
         for inner, outer in self.parts.items():
             if path == inner or not inner or path.startswith(f"{inner}."):
                 return ".".join(filter(None, (outer, path[len(inner) :].removeprefix("."))))
@@ -101,7 +101,7 @@ class Match:
 
 
 def match(folder: Path, base: nn.Module, held: Mapping[str, Tensor], config: Any) -> Match:
-    """Where an adapter belongs in a base; on the base itself if it fits nowhere, for PEFT to say why.
+    """Return where an adapter belongs in a base; the base itself if it fits nowhere, for PEFT to say why.
 
     Args:
         folder: of the adapter, for errors.
@@ -181,8 +181,8 @@ class _Places:
         return found
 
     def _module(self, path: str) -> str | None:
-        """The name on the view of the module that a file calls so: its own name, that of an older transformers, or one
-        of the experts that are one tensor now."""
+        """Return the name on the view of the module that a file calls so: its own name, that of an older transformers,
+        or one of the experts that are one tensor now."""
         if path in self._modules:
             return path
         renamed = self._view.loaded(f"{path}.weight").removesuffix(".weight")
@@ -197,7 +197,7 @@ class _Places:
 
 
 def advice(found: Match, said: Mapping[str, Any], *, given: bool) -> str:
-    """What to do about an adapter that PEFT cannot read onto a base.
+    """Return what to do about an adapter that PEFT cannot read onto a base.
 
     Args:
         found: its names, held against it.
@@ -234,7 +234,8 @@ def advice(found: Match, said: Mapping[str, Any], *, given: bool) -> str:
 
 
 def _front(path: str, modules: Mapping[str, nn.Module]) -> str:
-    """What a module's name has in front of the longest name of a module that it ends with; "" where there is none."""
+    """Return what a module's name has in front of the longest name of a module that it ends with; "" where there is
+    none."""
     parts = path.split(".")
     for at in range(1, len(parts)):
         if ".".join(parts[at:]) in modules:
@@ -243,14 +244,14 @@ def _front(path: str, modules: Mapping[str, nn.Module]) -> str:
 
 
 def _split(key: str) -> tuple[str, str]:
-    """The module of a key, and what is behind it: a part of an adapter, or a tensor of the module's own."""
+    """Return the module of a key, and what is behind it: a part of an adapter, or a tensor of the module's own."""
     parts = key.removeprefix(_FRONT).split(".")
     at = next((i for i, p in enumerate(parts) if p.startswith("lora_") or p in _INNER), len(parts) - 1)
     return ".".join(parts[:at]), ".".join(parts[at:])
 
 
 def _without_adapter(tail: str) -> str:
-    """What is behind a module in a key, without the adapter's name, which PEFT leaves out when it saves."""
+    """Return what is behind a module in a key, without the adapter's name, which PEFT leaves out when it saves."""
     return re.sub(
         r"(^|\.)(lora_(?:A|B|magnitude_vector)\.)[^.]+\.(weight|bias)$|(^|\.)(lora_embedding_[AB])\.[^.]+$",
         lambda m: f"{m[1]}{m[2]}{m[3]}" if m[2] else f"{m[4]}{m[5]}",
@@ -259,7 +260,7 @@ def _without_adapter(tail: str) -> str:
 
 
 def _fits(module: nn.Module | None, tail: str, tensor: Tensor) -> bool:
-    """Whether a tensor has the size that its place has, as far as the module's weight tells."""
+    """Return True if a tensor has the size that its place has, as far as the module's weight tells."""
     weight = None if module is None else module._parameters.get("weight")
     if weight is None:
         return True
@@ -276,7 +277,7 @@ def _fits(module: nn.Module | None, tail: str, tensor: Tensor) -> bool:
 
 
 def _head(model: nn.Module) -> str:
-    """The name of a model's output embeddings; "" where it has none."""
+    """Return the name of a model's output embeddings; "" where it has none."""
     found = _output(model)
     return next((name for name, module in model.named_modules() if module is found), "") if found is not None else ""
 
@@ -290,7 +291,8 @@ def _output(model: Any) -> nn.Module | None:
 
 
 def _parts(base: nn.Module) -> Iterator[View]:
-    """The models that are trained on parts of a base: those in it, and language models around a text model in it."""
+    """Yield the models that are trained on parts of a base: those in it, and language models around a text model in
+    it."""
     for name, module in base.named_modules():
         if name and _PRETRAINED in lineage(type(module)):
             yield View(module, {"": name}, loading_names(module))
@@ -315,7 +317,8 @@ def _parts(base: nn.Module) -> Iterator[View]:
 
 
 def _encoders(base: nn.Module) -> Iterator[View]:
-    """What AutoModelForTextEncoding makes of models of an encoder and a decoder: the encoder under its own name."""
+    """Yield what AutoModelForTextEncoding makes of models of an encoder and a decoder: the encoder under its own
+    name."""
     import transformers
 
     mapping = transformers.AutoModelForTextEncoding._model_mapping
@@ -338,7 +341,7 @@ def _sizes(module: nn.Module | None) -> dict[str, torch.Size]:
 
 
 def _output_around(base: nn.Module, name: str) -> str:
-    """The output embeddings of the nearest model around a module that has some; "" where there are none."""
+    """Return the output embeddings of the nearest model around a module that has some; "" where there are none."""
     modules = dict(base.named_modules())
     names = {id(module): path for path, module in modules.items()}
     while True:
@@ -350,7 +353,7 @@ def _output_around(base: nn.Module, name: str) -> str:
 
 
 def _language_models(base: Any) -> Iterator[Any]:
-    """What AutoModelForCausalLM makes of a base's configuration, and of those in it; without values."""
+    """Yield what AutoModelForCausalLM makes of a base's configuration, and of those in it; without values."""
     import transformers
 
     mapping = transformers.AutoModelForCausalLM._model_mapping
@@ -373,7 +376,6 @@ def _language_model(cls: Any, config: Any) -> Any:
 
 
 def _configs(config: Any) -> Iterator[Any]:
-    """A configuration, and those in it."""
     if config is None:
         return
     yield config
@@ -382,7 +384,7 @@ def _configs(config: Any) -> Iterator[Any]:
 
 
 def _brings_all(config: Any, found: Match) -> bool:
-    """Whether a file has an adapter for every module of a view that its configuration names."""
+    """Return True if a file has an adapter for every module of a view that its configuration names."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     if not config.target_modules or str(config.target_modules).lower() == _EVERY:
@@ -432,7 +434,7 @@ def _retarget(config: Any, found: Match) -> None:
 
 
 def _fronts(old: str, new: str) -> tuple[str, str]:
-    """What two names have in front of what is the same in both."""
+    """Return what two names have in front of what is the same in both."""
     before, now = old.split("."), new.split(".")
     while before and now and before[-1] == now[-1]:
         before.pop()

@@ -6,15 +6,11 @@ to the embedding has a layer of its own around it, with the same rows in the sam
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import nn
 
 from ...errors import UnsupportedAdapter
 from ..delta import Delta, Rows
-
-if TYPE_CHECKING:
-    from .read import _Reading
+from .layer import LayerReader
 
 TOKENS = "peft.tuners.trainable_tokens.layer.TrainableTokensLayer"
 TRAINED = "trainable_tokens_delta"
@@ -23,7 +19,7 @@ WRAPPED = "token_adapter"
 """The layer inside the wrapper that LoRA puts it in."""
 
 
-def read_tokens(reading: _Reading) -> list[Delta]:
+def read_tokens(reading: LayerReader) -> list[Delta]:
     """Return the rows that active adapters replace, as one delta of the weight."""
     name, base = reading.name, reading.base
     if not isinstance(base, nn.Embedding | nn.Linear):
@@ -53,8 +49,7 @@ def read_tokens(reading: _Reading) -> list[Delta]:
     return [Delta(f"{name}.weight", reading.shard(base, "weight"), (), owner=base, attribute="weight", rows=rows)]
 
 
-def _rows(reading: _Reading, adapter: str) -> Rows:
-    """Those of one adapter."""
+def _rows(reading: LayerReader, adapter: str) -> Rows:
     name, layer = reading.name, reading.layer
     indices = tuple(map(int, layer.token_indices[adapter]))
     values = reading.shard(layer._modules[TRAINED], adapter)

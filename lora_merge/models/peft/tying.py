@@ -59,7 +59,8 @@ def target_tied(base: nn.Module, config: Any, adapted: Collection[str]) -> None:
 
 
 def _sides(delta: Delta) -> list[Tensor]:
-    """What is added, as `[out, r]` and `[r, in]` of the parameter as it is stored, for each adapter; none of others."""
+    """Return what is added, as `[out, r]` and `[r, in]` of the parameter as it is stored, for each adapter; none of
+    others."""
     if delta.experts is not None or delta.magnitude is not None or delta.rows:
         return []
     pairs = [(f.lora_A.pieces[0].tensor, f.lora_B.pieces[0].tensor) for f in delta.factors]

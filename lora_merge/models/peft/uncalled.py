@@ -44,7 +44,7 @@ def read_itself(parent: type, child: str) -> str:
 
 @cache
 def _only_read(cls: type) -> frozenset[str]:
-    """Names of attributes whose `weight` a class's methods read, and which they use in no other way."""
+    """Return the names of attributes whose `weight` a class's methods read, and which they use in no other way."""
     read, used = set[str](), set[str]()
     for base in cls.__mro__:
         if base is nn.Module or not issubclass(base, nn.Module):

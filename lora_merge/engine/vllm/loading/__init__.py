@@ -1,1 +1,1 @@
-"""How vLLM lays weights out when it loads them."""
+"""The layout of weights that vLLM loads."""

@@ -1,8 +1,8 @@
 """The checkpoint that an engine was started from, read again by vLLM's own loader: the base of adapters that are loaded
-from a folder, where nobody has pushed one.
+from a folder where nobody has pushed a base.
 
-What vLLM reads of safetensors is mapped, not copied: a tensor that is kept here takes no memory of its own unless it is
-in another dtype than the engine holds.
+vLLM maps safetensors and does not copy them: a tensor that is kept here takes no memory of its own unless the engine
+holds it in another dtype.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ....stream.buckets import Meta, Slot, Table, extent, lay_out, metas
 from ...stamps import Stamp, difference, stamp
 from ...worker.loader import DryRunReport, Loader
 from .. import internals
-from .reads import Sources, changed, check_unchanged, read_by
+from .loaded_files import Sources, changed, check_unchanged, read_by
 
 Files: TypeAlias = Mapping[str, Stamp]
 _SMALL = 1 << 16
@@ -28,8 +28,8 @@ _SMALL = 1 << 16
 
 
 class Kept:
-    """The files that tensors are mapped from which are kept. They are looked at as they were opened: a folder that is
-    removed or replaced changes nothing of what is mapped, but what is written into these files does.
+    """The files that kept tensors are mapped from, held open. Removing or replacing a folder changes nothing of what is
+    mapped; writing into these files does.
 
     Args:
         files: that were just read.
@@ -42,14 +42,14 @@ class Kept:
         self._before = {path: _contents(file) for path, file in self._open.items()}
 
     def check(self) -> None:
-        """Raise `RuntimeError` where something has been written into one of them."""
+        """Raise `RuntimeError` if something was written into one of the files."""
         now = {path: _contents(file) for path, file in self._open.items()}
         if differs := difference(self._before, now):
             raise RuntimeError(changed(self._where, differs))
 
 
 def _contents(file: BinaryIO) -> Stamp | None:
-    """Of an open file, whatever becomes of its names."""
+    """Return the stamp of an open file, whatever becomes of its names."""
     found = stamp(file.fileno())
     return found and found._replace(changed=0)
 
@@ -66,10 +66,10 @@ class Checkpoint:
         self._load_config, self._config, self._model = load_config, model_config, model
 
     def read(self, wanted: Mapping[str, Meta]) -> dict[str, Tensor]:
-        """Tensors by name, on the CPU, in the dtypes that are wanted.
+        """Return tensors by name, on the CPU, in the dtypes that are wanted.
 
         Raises:
-            RuntimeError: the engine was not loaded from a checkpoint, that has changed since, or it lacks some of them.
+            RuntimeError: the engine was not loaded from a checkpoint, it has changed since, or it lacks some tensors.
         """
         if not wanted:
             return {}
@@ -95,18 +95,17 @@ class Checkpoint:
         return {name: found[name].to(meta.dtype) for name, meta in wanted.items()}
 
     def check_unchanged(self, read: Sources | None = None) -> Files:
-        """Return the files that the engine's weights came from, which are what they were.
+        """Return the files that the engine's weights came from.
 
         Args:
-            read: what was read of them now.
+            read: the files that were read now.
 
         Raises:
-            RuntimeError: they are not.
+            RuntimeError: a file has changed since the engine was started.
         """
         return check_unchanged(self._model, f"the checkpoint {self._config.model}", read)
 
     def _loader(self) -> Any:
-        """vLLM's, that reads it."""
         config = copy.copy(self._load_config)
         config.use_tqdm_on_load = False
         loader = internals.get_model_loader(config)
@@ -118,13 +117,12 @@ class Checkpoint:
         return loader
 
     def kept(self) -> Kept:
-        """What its tensors are mapped from, just after they were read."""
-        where = f"the checkpoint {self._config.model}"
-        return Kept(self.check_unchanged(), where)
+        """Return the files that tensors are mapped from, just after they were read."""
+        return Kept(self.check_unchanged(), f"the checkpoint {self._config.model}")
 
     def check(self, loader: Loader, report: DryRunReport, table: Table) -> None:
-        """Raise `RuntimeError` where the engine holds something else than its checkpoint: small tensors are compared
-        that keep their layout."""
+        """Raise `RuntimeError` if the engine holds something else than its checkpoint. Small tensors that keep their
+        layout are compared."""
         some = {
             name: meta
             for name, meta in metas(table).items()
@@ -141,15 +139,15 @@ class Checkpoint:
 
 
 def load_again(loader: Loader, report: DryRunReport, table: Table, tensors: Mapping[str, Tensor]) -> None:
-    """All tensors of a checkpoint into the engine, between the loader's `begin` and `finish`."""
+    """Load all tensors of a checkpoint into the engine, between the loader's `begin` and `finish`."""
     for index, slots in enumerate(table):
-        loader.let_go()  # of plans that read the bucket before
+        loader.drop_plans()  # of plans that read the bucket before
         loader.load(report, index, slots, _bucket(slots, tensors, loader.device), _nothing)
-    loader.let_go()
+    loader.drop_plans()
 
 
 def _bucket(slots: Sequence[Slot], tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """A bucket, filled on a device."""
+    """Return a bucket on a device, filled with tensors."""
     data = torch.empty(extent(slots), dtype=torch.uint8, device=device)
     for slot in slots:
         slot.view(data).copy_(cut(tensors[slot.name], slot.box))

@@ -1,10 +1,9 @@
-"""Engines whose checkpoint is quantised: what a push makes of merged weights before vLLM loads them.
+"""Engines on quantised checkpoints: what a push makes of merged weights before vLLM loads them.
 
-Layers of such an engine are loaded with values of 8 bits and their scales, under two names (`q_proj.weight`,
-`q_proj.weight_scale`). The stream is merged weights in the engine's own dtype, whoever it is for; each worker quantises
-what goes to such a layer as the checkpoint's own tools do, and gives vLLM's `load_weights` both, unless a trainer in
-its process writes the layer (fused.py). What these tools cannot make of weights alone (scales of activations, which are
-calibrated) is refused.
+Such an engine is loaded with values of 8 bits and their scales, under two names (`q_proj.weight`,
+`q_proj.weight_scale`). The stream is merged weights in the engine's own dtype. Each worker quantises its tensors as the
+checkpoint's own tools do, and gives vLLM's `load_weights` both, unless a trainer in its process writes the layer
+(direct.py). Layers with calibrated scales of activations, which cannot be made of weights alone, are refused.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _NOT_OF_WEIGHTS = {
     "zero_point": "of an asymmetric format, and merged weights are quantised symmetrically: quantise the checkpoint "
     "with symmetric weights and dynamic activations",
 }
-"""What layers may be loaded with that is not made of a weight by its largest elements, and why that is refused."""
+"""Parts of a checkpoint that cannot be made of a weight's largest elements, and why they are refused."""
 _INSTEAD = (
     "or start the engine on the unquantised checkpoint, without quantization or with vLLM quantising as it loads "
     '(quantization="fp8_per_block", "fp8_per_channel" and their like)'
@@ -55,7 +54,7 @@ _WEIGHT = ".weight"
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How the weights of a layer are quantised in its checkpoint.
+    """The format of a layer's weights in a quantised checkpoint.
 
     Args:
         values: dtype of the values: e4m3 or int8.
@@ -68,7 +67,7 @@ class Scheme:
     suffix: str
 
     def pair(self, name: str, weight: Tensor) -> list[tuple[str, Tensor]]:
-        """What the checkpoint holds of a weight: values and scales, each with its name.
+        """Return what the checkpoint holds of a weight: values and scales, each with its name.
 
         Args:
             name: of the weight.
@@ -79,13 +78,13 @@ class Scheme:
 
     @property
     def by_kernel(self) -> bool:
-        """Whether the kernel that scales what is merged makes these bits: it computes in float32, and
+        """Return True if the kernel that scales merged weights makes these bits: it computes in float32, and
         compressed-tensors in the weight's dtype."""
         return self.suffix == "_scale_inv"
 
     def _symmetric(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Symmetric values and scales, with the bits of compressed-tensors: `largest / 127.5` or `/ 448` and
-        `x / scale`, both in the weight's dtype; a scale of zero is the dtype's epsilon."""
+        """Return symmetric values and scales with the bits of compressed-tensors: `largest / 127.5` or `/ 448` and `x /
+        scale`, both in the weight's dtype; a scale of zero is the dtype's epsilon."""
         rows, cols = x.shape
         if self.group == "tensor":
             ends = x.amin().reshape(1), x.amax().reshape(1)
@@ -108,7 +107,7 @@ class Scheme:
 
 
 def _deepseek(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and float32 scales of blocks, by the kernel that quantises what is merged; see kernels/scaled."""
+    """Return values and float32 scales of blocks, made by the kernel that quantises merged weights (kernels/scaled)."""
     if weight.is_meta:
         return quantise(weight, "block")
     grid = [-(-size // SCALED_BLOCK) for size in weight.shape]
@@ -119,28 +118,28 @@ def _deepseek(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scheme_of(path: str, layer: Any) -> Scheme | str | None:
-    """How the weights of a layer are quantised in its checkpoint; why merged ones cannot be, in words that follow the
-    engine's name; None where it is loaded with plain weights."""
+    """Return how the weights of a layer are quantised in its checkpoint; None where it is loaded with plain weights; or
+    why merged ones cannot be quantised so, in words that follow the engine's name."""
     loaded, _ = internals.get_layerwise_info(layer).restore_metadata
     other = next(((name, t.dtype) for name, t in loaded.items() if t.dtype not in FLOATS), None)
     if other is None:
         return None
     method = getattr(layer, "scheme", None) or layer.quant_method
     kind = type(method).__name__
-    said = f"was started on a checkpoint that is quantised: {path}.{other[0]} is loaded as {other[1]} ({kind})"
+    unsuitable = f"was started on a checkpoint that is quantised: {path}.{other[0]} is loaded as {other[1]} ({kind})"
     for part, why in _NOT_OF_WEIGHTS.items():
         if found := next((name for name in loaded if part in name), None):
-            return f"{said} with {found}, {why}; {_INSTEAD}"
+            return f"{unsuitable} with {found}, {why}; {_INSTEAD}"
     found = _scheme(method, kind, loaded)
-    return found or f"{said}, and merged weights are not quantised to that format: {_KNOWN}; {_INSTEAD}"
+    return found or f"{unsuitable}, and merged weights are not quantised to that format: {_KNOWN}; {_INSTEAD}"
 
 
 def _scheme(method: Any, kind: str, loaded: Mapping[str, Tensor]) -> Scheme | None:
-    """How the weights of a layer are quantised, where that is known here.
+    """Return how the weights of a layer are quantised, where that is known here.
 
     Args:
         method: vLLM's, or its scheme.
-        kind: of it.
+        kind: its class name.
         loaded: tensors that the layer is loaded with.
     """
     if kind not in _COMPRESSED | _DEEPSEEK:
@@ -165,7 +164,8 @@ def _scheme(method: Any, kind: str, loaded: Mapping[str, Tensor]) -> Scheme | No
 def schemes_of(
     records: Sequence[Record], owners: Mapping[str, nn.Module], fed: Mapping[str, Tensor]
 ) -> tuple[dict[str, Scheme], dict[str, str]]:
-    """How the tensors of a stream are quantised that go to layers whose checkpoint is; and which cannot be, and why.
+    """Return the schemes of a stream's tensors that go to layers with a quantised checkpoint; and which cannot be
+    quantised, with the reason.
 
     Args:
         records: what loading copies of the stream as it is.
@@ -200,7 +200,7 @@ def schemes_of(
 
 
 def as_in_checkpoint(tensors: Sequence[tuple[str, Tensor]], schemes: Mapping[str, Scheme]) -> list[tuple[str, Tensor]]:
-    """Tensors of a stream as the engine's checkpoint holds them: those with a scheme as values and scales."""
+    """Return a stream's tensors as the engine's checkpoint holds them: those with a scheme as values and scales."""
     found: list[tuple[str, Tensor]] = []
     for name, tensor in tensors:
         found += schemes[name].pair(name, tensor) if name in schemes else [(name, tensor)]
@@ -210,16 +210,15 @@ def as_in_checkpoint(tensors: Sequence[tuple[str, Tensor]], schemes: Mapping[str
 def named_back(
     capture: Capture, refused: Mapping[str, str], schemes: Mapping[str, Scheme], dtype: torch.dtype
 ) -> tuple[dict[str, str], list[Record]]:
-    """Have what was recorded of pairs say the names of the stream, and in which dtype that comes.
+    """Rename what was recorded of pairs to the stream's names, with the stream's dtype.
 
     Args:
-        refused: why `load_weights` does not take some of a pair, by its name.
+        refused: reasons of `load_weights` for what it does not take, by name.
         schemes: of the stream's tensors that were fed as pairs.
         dtype: in which the engine wants them.
 
     Returns:
-        Why it does not take tensors of the stream; and what was recorded of scales, by their own names, which is in the
-        capture no more.
+        `refused` by the stream's names; and the records of scales, under their own names, removed from the capture.
     """
     of_scales = weights_of(schemes)
     scales = [record for record in capture.records if record.name in of_scales]
@@ -229,10 +228,10 @@ def named_back(
         if record.name not in of_scales
     ]
     capture.made = [(frozenset(of_scales.get(n, n) for n in names), tensor) for names, tensor in capture.made]
-    why = {of_scales[name]: f"{name}: {said}" for name, said in refused.items() if name in of_scales}
-    return why | {name: said for name, said in refused.items() if name not in of_scales}, scales
+    why = {of_scales[name]: f"{name}: {reason}" for name, reason in refused.items() if name in of_scales}
+    return why | {name: reason for name, reason in refused.items() if name not in of_scales}, scales
 
 
 def weights_of(schemes: Mapping[str, Scheme]) -> dict[str, str]:
-    """The tensors of a stream by the names of their scales."""
+    """Return names of scales -> names of the stream's tensors."""
     return {f"{name}{scheme.suffix}": name for name, scheme in schemes.items()}

@@ -1,9 +1,9 @@
-"""Engines whose weights are quantised: which layers vLLM quantises as it loads them, so that a push can load them
-again, and what is refused.
+"""Quantised engines: which layers vLLM quantises as it loads them, so that a push can load them again, and what is
+refused.
 
 A layer that quantises takes plain weights and computes with values of a few bits and their scales (`uses_meta_device`
-of vLLM's methods). It is one more layer that is laid out anew after loading (reload.py): vLLM's own code makes of a
-push what it makes of a checkpoint, bit for bit.
+of vLLM's methods). It is laid out anew after loading (reload.py), so vLLM's own code makes the same bits of a push as
+of a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .. import internals
 from .compressed import Scheme, scheme_of
 
 _PLAIN = "Unquantized"
-"""How the names of vLLM's methods begin that compute with weights as they were loaded."""
+"""Begins the names of vLLM's methods that compute with weights as they were loaded."""
 _SCALED_CACHES = ("fp8", "nvfp4")
-"""How vLLM's names for dtypes of a KV cache begin whose numbers have a scale; those by token and head have 1 there."""
+"""Begins vLLM's names for dtypes of a KV cache with scales; those by token and head have 1 there."""
 _INSTEAD = (
     "start the engine on the unquantised checkpoint and let vLLM quantise it as it loads "
     '(quantization="fp8_per_block", "fp8_per_channel" and their like), or without quantization'
@@ -31,7 +31,8 @@ _INSTEAD = (
 
 
 def refusal(modules: Modules) -> str:
-    """Why merged weights cannot be loaded into a model, in words that follow the engine's name: "" where they can."""
+    """Return why merged weights cannot be loaded into a model, in words that follow the engine's name; "" where they
+    can."""
     for path, layer, method in _methods(modules):
         if type(method).__name__.startswith(_PLAIN) or _has_scales_alone(layer):
             continue
@@ -55,12 +56,13 @@ def refusal(modules: Modules) -> str:
 
 
 def quantised_checkpoint(modules: Modules) -> str:
-    """The first layer that is loaded with quantised weights; "" where none is."""
+    """Return the path of the first layer that is loaded with quantised weights; "" for none."""
     return next((path for path, layer, _ in _methods(modules) if isinstance(scheme_of(path, layer), Scheme)), "")
 
 
 def _methods(modules: Modules) -> Iterator[tuple[str, Any, Any]]:
-    """Layers with vLLM's methods for them. (LoRA's wrappers show that of the layer inside, which comes by itself.)"""
+    """Yield layers with vLLM's methods for them. LoRA's wrappers are passed over: they show the method of the layer
+    inside."""
     for path, layer in modules.paths():
         method = method_of(layer)
         if method is not None and not isinstance(layer, internals.BaseLayerWithLoRA):
@@ -68,7 +70,7 @@ def _methods(modules: Modules) -> Iterator[tuple[str, Any, Any]]:
 
 
 def caches(modules: Modules) -> list[tuple[str, Any]]:
-    """Attention layers whose KV cache is quantised and has a scale for keys and one for values."""
+    """Return the attention layers whose KV cache is quantised, with a scale for keys and one for values."""
     return [
         (path, layer)
         for path, layer in modules.paths()
@@ -77,11 +79,11 @@ def caches(modules: Modules) -> list[tuple[str, Any]]:
 
 
 def calibrated_scales(modules: Modules) -> str:
-    """The layers whose KV cache has scales of the engine's checkpoint, in words; "" where all are 1.
+    """Name the layers whose KV cache has scales of the engine's checkpoint; "" where all are 1.
 
-    They were calibrated for the weights of that checkpoint, and a push brings no others. It is not refused for that:
+    These scales were calibrated for that checkpoint's weights, and a push brings no others. The push is not refused:
     floating-point numbers keep their relative error under any scale, and only what outgrows the calibrated range is cut
-    off. The values are those that vLLM has on the host, as weights may be asleep.
+    off. The values are read on the host, as weights may be asleep.
     """
     found = [
         (path, layer._k_scale_float, layer._v_scale_float)
@@ -95,12 +97,11 @@ def calibrated_scales(modules: Modules) -> str:
 
 
 def stale_scales(cache_config: Any, load_format: str, calibrated: str) -> str:
-    """Why scales of the KV cache are those of no weights, or would be those of others than a push brings, in words as
-    of `refusal`.
+    """Return why scales of the KV cache belong to no weights, or to others than a push brings; "" where they do not.
 
     Args:
         cache_config, load_format: vLLM's.
-        calibrated: as of `calibrated_scales`.
+        calibrated: what `calibrated_scales` returned.
     """
     if getattr(cache_config, "calculate_kv_scales", False):  # vLLM 0.26
         return (
@@ -117,11 +118,11 @@ def stale_scales(cache_config: Any, load_format: str, calibrated: str) -> str:
 
 
 def bring_scales_back(modules: Modules) -> None:
-    """Write the scales of the KV cache where they belong: where vLLM (0.26, compressed-tensors) has them as parameters,
-    sleep at level 2 loses them like weights, and no stream has them.
+    """Restore the scales of the KV cache. vLLM 0.26 (compressed-tensors) has them as parameters, which sleep at level 2
+    loses like weights, and no stream has them.
 
     Raises:
-        RuntimeError: they are gone, and were several for one layer, of which vLLM keeps the largest alone on the host.
+        RuntimeError: they are lost, and were several for one layer: vLLM keeps only the largest on the host.
     """
     for path, layer in modules.kept(caches):
         for name in ("_k_scale", "_v_scale", "_q_scale"):
@@ -138,32 +139,31 @@ def bring_scales_back(modules: Modules) -> None:
 
 
 def method_of(layer: Any) -> Any:
-    """vLLM's method for a layer, None where it has none; of experts under LoRA, around whose method vLLM 0.26 puts
-    another one, the method inside."""
+    """Return vLLM's method for a layer, or None. vLLM 0.26 wraps that of experts under LoRA; this is the one inside."""
     method = getattr(layer, "quant_method", None)
     return getattr(method, "old_quant_method", method)
 
 
 def quantises(layer: Any) -> bool:
-    """Whether vLLM quantises this layer as it loads it."""
+    """Return True if vLLM quantises this layer as it loads it."""
     return bool(getattr(getattr(layer, "quant_method", None), "uses_meta_device", False))
 
 
 def _has_scales_alone(layer: nn.Module) -> bool:
-    """Whether what a method quantises here is the cache of an attention layer, whose scales are no weights."""
+    """Return True for attention, where a method quantises the cache, whose scales are no weights."""
     return hasattr(layer, "kv_cache_dtype")
 
 
 def _shared_with_other_engines(method: Any) -> bool:
-    """Whether scales of experts are agreed on by more workers than those of this engine."""
+    """Return True if more workers than this engine's agree on the scales of experts."""
     parts = getattr(getattr(method, "moe", None), "tp_size", 1)
     return bool(parts > internals.get_tp_group().world_size)
 
 
-class Together:
-    """The workers that quantise a layer together: of a matrix that is cut, each scale is of the whole, and vLLM (0.32)
-    takes the largest element over all of them. Who failed does not come, and the others would wait for ever; so before
-    each of these layers everybody says that he is there, and who fails says so instead.
+class QuantisingPeers:
+    """The workers that quantise a layer together: a scale belongs to the whole of a matrix that is cut, and vLLM (0.32)
+    takes the largest element over all of them. A worker that failed would leave the others waiting for ever, so before
+    each of these layers every worker reports that it is there, or that it has failed.
 
     Args:
         modules: of the worker's model.
@@ -175,20 +175,20 @@ class Together:
         self._last: Any = None
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """One operation of the worker method, on all workers of the engine. If it fails on one, it fails on all of them
-        that share scales."""
+    def operation(self) -> Iterator[None]:
+        """Run one operation of the worker method on all workers of the engine: if it fails on one, it fails on all that
+        share scales."""
         self._group = self._modules.kept(_sharing)
         try:
             yield
-            self.go_on()
+            self.wait()
         except BaseException:
-            self._leave()
+            self._report_failure()
             raise
         finally:
             self._group = None
 
-    def go_on(self) -> None:
+    def wait(self) -> None:
         """Wait for the other workers before a layer that is quantised together with them.
 
         Raises:
@@ -202,9 +202,9 @@ class Together:
             self._group = None
             raise RuntimeError("another worker of this engine failed, with which this one quantises its weights")
 
-    def _leave(self) -> None:
-        """Tell the workers that wait, or will wait, that this one has failed. Nobody is waited for: the others may wait
-        for this process."""
+    def _report_failure(self) -> None:
+        """Tell the workers that wait, now or later, that this one has failed; wait for none, as they may wait for this
+        process."""
         if self._group is not None:
             failed = torch.ones(1, dtype=torch.int32, device="cpu")
             with suppress(RuntimeError):  # they are gone
@@ -212,7 +212,7 @@ class Together:
 
 
 def _sharing(modules: Modules) -> Any:
-    """The process group of the workers over which matrices are cut, where some layer quantises; else None."""
+    """Return the process group over which matrices are cut, if some layer quantises; else None."""
     if not any(map(quantises, modules)) or (group := internals.get_tp_group()).world_size == 1:
         return None
     return group.cpu_group

@@ -1,7 +1,7 @@
-"""Into vLLM's parameters: what is different there from engine/worker/loader.py.
+"""Loads into vLLM's parameters: what differs from engine/worker/loader.py.
 
 Layers that vLLM lays out anew after loading (prepacked on CPUs, shuffled experts) go through `load_weights` into memory
-of their own (reload.py), and what it makes of several layers' weights is made again.
+of their own (reload.py); what vLLM makes of several layers' weights is made again.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ...worker.loader import DryRunReport, everything
 from ...worker.modules import Modules, unwrapped, wrapped
 from .. import internals
 from .compressed import Scheme, as_in_checkpoint, named_back, schemes_of
-from .formats import Together, bring_scales_back, method_of
-from .fused import Compared, Fused
+from .direct import DirectComparison, DirectLayers
+from .formats import QuantisingPeers, bring_scales_back, method_of
 from .reload import Reload, on_meta, packed_kernels, same_layout
 
 _AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
@@ -44,12 +44,12 @@ _COMPUTED = {"FusedMMInputNorm"}
 """Modules whose persistent buffers vLLM makes from the processor's settings: in no checkpoint, and random after a dummy
 load."""
 _OF_CACHE = ("q_scale", "k_scale", "v_scale", "prob_scale", "_zero_point")
-"""How the names of such parameters end; vLLM 0.26 has them where a checkpoint is of compressed-tensors."""
+"""Ends the names of scales of a quantised cache; vLLM 0.26 has them as parameters (compressed-tensors)."""
 _HOOK = "process_weights_after_loading"
 _IDLE = "vllm.v1.attention.backend"
 """Where the hook of attention backends is defined that does nothing."""
 _NOT_BUILT = "StageMissingLayer"
-"""What vLLM puts in the place of a part that its settings leave out."""
+"""The class that vLLM puts in the place of a part that its settings leave out."""
 
 
 class Loader(loader.Loader):
@@ -64,25 +64,25 @@ class Loader(loader.Loader):
     def __init__(self, modules: Modules, model_config: Any, device: torch.device) -> None:
         super().__init__(modules, device)
         self._config = model_config
-        self.together = Together(modules)
-        self._fused = Fused()
+        self.peers = QuantisingPeers(modules)
+        self._direct = DirectLayers()
         self._reload: Reload | None = None
-        self._compared: Compared | None = None
+        self._comparison: DirectComparison | None = None
         self._schemes: dict[str, Scheme] = {}  # by name of the stream; of any that came, as it depends on the model
         self._of_scales: list[Record] = []  # of the last dry run
 
     def examine(self, digest: str, table: Table) -> DryRunReport:
-        """As of the base; kept also for as long as layers hold nothing else."""
-        if self._fused.lost:
+        """Return the base's report, kept for as long as layers hold nothing else."""
+        if self._direct.outdated:
             self._examined = None
         return super().examine(digest, table)
 
     def begin(self, report: DryRunReport) -> None:
-        """As of the base; waits for layers whose layout changes after loading."""
+        """Begin as the base does, and expect layers whose layout changes after loading."""
         super().begin(report)
-        self._compared, self.reloaded = None, 0
+        self._comparison, self.reloaded = None, 0
         if report.staged:
-            self._reload = Reload(report.layers, report.touched, self.device.type, self.together)
+            self._reload = Reload(report.layers, report.touched, self.device.type, self.peers)
 
     def written(self, names: Collection[str]) -> None:
         if self._reload is not None:
@@ -94,10 +94,10 @@ class Loader(loader.Loader):
         equal = super().arrived(report, slots, data, placed)
         if not placed or not report.near.together:
             return equal
-        if self._compared is None:
-            self._compared = Compared(report.near)
-        whole = [found for slot in slots if slot.name in self._compared.of for found in self._staged(slot, data)]
-        return equal | self._compared.add(whole)
+        if self._comparison is None:
+            self._comparison = DirectComparison(report.near)
+        whole = [found for slot in slots if slot.name in self._comparison.of for found in self._staged(slot, data)]
+        return equal | self._comparison.add(whole)
 
     def _near(
         self,
@@ -107,20 +107,20 @@ class Loader(loader.Loader):
         fed: Mapping[str, Tensor],
         owners: Mapping[str, nn.Module],
     ) -> DirectTargets:
-        found = self._fused.targets(roots, [*records, *self._of_scales], fed, owners, self._schemes)
+        found = self._direct.targets(roots, [*records, *self._of_scales], fed, owners, self._schemes)
         return DirectTargets({**targets.views, **found.views}, found.scaled, found.together)
 
     def _through(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         assert self._reload is not None
         names = [name for name, _ in tensors]
-        self._reload.before(names)
+        self._reload.open_layers(names)
         super()._through(as_in_checkpoint(tensors, self._schemes))
-        self._reload.after(names)
+        self._reload.process_complete(names)
 
     def _recorded(
         self, tensors: dict[str, Tensor], owners: Mapping[str, nn.Module], fed: list[tuple[str, Tensor]]
     ) -> tuple[Capture, dict[str, str]]:
-        """As of the base; of layers whose checkpoint is quantised, of what that holds in the place of a weight."""
+        """Record as the base does; for layers on a quantised checkpoint, record the pair that it holds for a weight."""
         capture, refused = super()._recorded(tensors, owners, fed)
         schemes, unfit = schemes_of(capture.records, owners, dict(fed))
         self._of_scales = []
@@ -136,7 +136,7 @@ class Loader(loader.Loader):
         layers: Sequence[tuple[nn.Module, frozenset[str]]],
         tensor: Callable[[str], Tensor],
     ) -> None:
-        self._reload = Reload(layers, report.touched, self.device.type, self.together)
+        self._reload = Reload(layers, report.touched, self.device.type, self.peers)
         done: set[str] = set()
         with torch.no_grad(), self._bare():
             for _, names in layers:
@@ -163,14 +163,13 @@ class Loader(loader.Loader):
                 self._compute(layer)
 
     def _compute(self, layer: nn.Module) -> None:
-        """Bring buffers that vLLM makes itself to what it would make them now."""
+        """Set buffers that vLLM computes to what it would compute now."""
         made = internals.build_mm_input_norm(self._config)
         for key, buffer in layer._buffers.items():
             if buffer is not None:
                 buffer.copy_(made._buffers[key])
 
     def abort(self) -> None:
-        """Put the engine's own tensors back into layers that a broken load left open."""
         if self._reload is not None:
             with torch.no_grad(), self._bare():
                 self._reload.abort()
@@ -178,7 +177,7 @@ class Loader(loader.Loader):
         super().abort()
 
     def kernels(self) -> list[Any]:
-        """What vLLM's CPU layers compute with instead of their parameters."""
+        """Return what vLLM's CPU layers compute with instead of their parameters."""
         if self.device.type != "cpu":
             return []
         linear = [module.__dict__["cpu_linear"] for module in self.modules if "cpu_linear" in module.__dict__]
@@ -201,11 +200,27 @@ class Loader(loader.Loader):
         return {key: tensor for key, tensor in found.items() if key not in _ENGINE_OWNED}
 
     def _unreachable(self) -> dict[str, str]:
-        return _unreachable(self.modules)
+        """Return the parts of a model that make something of weights which no reload makes again, each with why it is
+        refused."""
+        why = {}
+        for path, module in self.modules.paths():
+            if _deferred(module):
+                projection = module._modules.get("kv_b_proj")
+                if isinstance(projection, nn.Module) and not getattr(projection, "weight", torch.empty(1)).numel():
+                    why[f"{path}.kv_b_proj"] = (
+                        "the engine's attention backend packed this weight and dropped it, which vLLM cannot reload: "
+                        'start the engine with attention_backend="CPU_MLA"'
+                    )
+            elif hasattr(module, _HOOK) and hasattr(module, "load_weights"):
+                why[path or type(module).__name__] = (
+                    f"{type(module).__name__}.{_HOOK} makes something of all its weights when the engine starts, and "
+                    "vLLM does not make it again after a reload: start a new engine on a checkpoint instead"
+                )
+        return why
 
     def _absent(self, fed: Sequence[tuple[str, Tensor]]) -> list[str]:
-        """Which tensors are for parts that vLLM did not build (`limit_mm_per_prompt` of 0) but keeps on the meta device
-        beside the model: with these in their places, `load_weights` takes or refuses them, and passes over others."""
+        """Return the tensors of parts that vLLM did not build (`limit_mm_per_prompt` of 0) but keeps on the meta device
+        beside the model. With these in place, `load_weights` takes or refuses their tensors, and passes over others."""
         parts = [
             (parent, key, stage)
             for parent in self.modules
@@ -227,7 +242,7 @@ class Loader(loader.Loader):
         return sorted(refused.keys() | {record.name for record in capture.records})
 
     def _laid_anew(self) -> list[Any]:
-        """Layers that vLLM processes after loading; the outermost where they nest."""
+        """Return the layers that vLLM processes after loading; the outermost where they nest."""
         tied = {id(layer) for layer in self._tied_layers()}
         inside: set[int] = set()
         layers = []
@@ -242,7 +257,7 @@ class Loader(loader.Loader):
         return layers
 
     def _tied_layers(self) -> list[Any]:
-        """Layers on a CPU that compute from a packed copy of a parameter that another layer loads (a tied head)."""
+        """Return layers on a CPU that compute from a packed copy of another layer's parameter (a tied head)."""
         if self.device.type != "cpu":
             return []
         seen: set[int] = set()
@@ -256,7 +271,7 @@ class Loader(loader.Loader):
 
 
 def _as_loaded(method: Any) -> bool:
-    """Whether a layer with this method keeps its weights on a GPU as `load_weights` puts them."""
+    """Return True if a layer with this method keeps its weights on a GPU as `load_weights` puts them."""
     kind = type(method).__name__
     if kind == _EXPERTS:
         backend = getattr(getattr(method, "unquantized_backend", None), "name", "")
@@ -265,7 +280,7 @@ def _as_loaded(method: Any) -> bool:
 
 
 def _deferred(module: nn.Module) -> bool:
-    """Whether vLLM calls this module's hook after loads and reloads, when all other layers are done."""
+    """Return True if vLLM calls this module's hook after loads and reloads, when all other layers are done."""
     if internals.has("is_deferred_attention_layer"):
         return bool(internals.is_deferred_attention_layer(module))
     kinds = internals.Attention, internals.MLAAttention, internals.MMEncoderAttention  # vLLM 0.26
@@ -273,34 +288,15 @@ def _deferred(module: nn.Module) -> bool:
 
 
 def _derived(modules: Modules) -> list[Any]:
-    """Attention layers whose hook may keep something that it makes of weights: MLA's matrices, sinks in float32."""
+    """Return attention layers whose hook may keep something made of weights: MLA's matrices, sinks in float32."""
     return [module for module in modules if _deferred(module) and not _keeps_nothing(module)]
 
 
 def _keeps_nothing(layer: Any) -> bool:
-    """Plain attention over a backend without a hook: only the scales of its cache would be set back, in six small
-    steps a layer."""
+    """Return True for plain attention over a backend without a hook: its hook only resets the cache's scales, in six
+    small steps a layer."""
     plain = getattr(type(layer), _HOOK) is getattr(internals.Attention, _HOOK)
     return plain and getattr(layer.impl, _HOOK).__module__ == _IDLE
-
-
-def _unreachable(modules: Modules) -> dict[str, str]:
-    """Parts of a model that make something of weights which no reload makes again, and why they are refused."""
-    why = {}
-    for path, module in modules.paths():
-        if _deferred(module):
-            projection = module._modules.get("kv_b_proj")
-            if isinstance(projection, nn.Module) and not getattr(projection, "weight", torch.empty(1)).numel():
-                why[f"{path}.kv_b_proj"] = (
-                    "the engine's attention backend packed this weight and dropped it, which vLLM cannot reload: start "
-                    'the engine with attention_backend="CPU_MLA"'
-                )
-        elif hasattr(module, _HOOK) and hasattr(module, "load_weights"):
-            why[path or type(module).__name__] = (
-                f"{type(module).__name__}.{_HOOK} makes something of all its weights when the engine starts, and vLLM "
-                "does not make it again after a reload: start a new engine on a checkpoint instead"
-            )
-    return why
 
 
 def _wrapped(modules: Modules) -> list[tuple[nn.Module, str, Any]]:

@@ -1,8 +1,8 @@
 """Layers that vLLM lays out anew after loading: opened for the first of their tensors, processed after the last.
 
 vLLM's own reload counts what passes through a parameter's `weight_loader`. A model that copies into parameters by
-itself (GPT-OSS, its experts) then loads into nothing, without a word. The dry run has seen every copy, whoever makes
-it; so here a layer has real memory while its tensors are loaded, and vLLM's own code processes it.
+itself (GPT-OSS, its experts) then loads into nothing, without a word. The dry run sees every copy, so here a layer has
+real memory while its tensors are loaded, and vLLM's own code processes it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 from torch import nn
 
 from .. import internals
-from .formats import Together, quantises
+from .formats import QuantisingPeers, quantises
 
 _HANDLER = "dnnl_handler"
-"""What vLLM's INT8 kernel for CPUs holds a layer's weights in."""
+"""The attribute in which vLLM's INT8 kernel for CPUs holds a layer's weights."""
 
 
 class Reload:
@@ -27,7 +27,7 @@ class Reload:
         layers: outermost layers, each with the names of the stream that it is made of.
         touched: modules in them that get something of the stream, by `id`; the others stay as they are.
         device: type of the worker's.
-        together: the workers that quantise with this one.
+        peers: the workers that quantise with this one.
     """
 
     def __init__(
@@ -35,48 +35,48 @@ class Reload:
         layers: Sequence[tuple[nn.Module, frozenset[str]]],
         touched: frozenset[int],
         device: str,
-        together: Together,
+        peers: QuantisingPeers,
     ) -> None:
-        self._touched, self._device, self._together = touched, device, together
+        self._touched, self._device, self._peers = touched, device, peers
         self._waiting = [(layer, set(names)) for layer, names in layers if names]
-        self._of: dict[str, list[tuple[Any, set[str]]]] = {}
+        self._layers_of: dict[str, list[tuple[Any, set[str]]]] = {}
         for entry in self._waiting:
             for name in entry[1]:
-                self._of.setdefault(name, []).append(entry)
+                self._layers_of.setdefault(name, []).append(entry)
         self._open: dict[int, tuple[Any, Any]] = {}
         self.began = False
-        """Whether anything is loaded by vLLM's own code."""
+        """True once anything was loaded by vLLM's own code."""
         self.done = 0
         """Layers that were processed."""
 
-    def before(self, names: Iterable[str]) -> None:
+    def open_layers(self, names: Iterable[str]) -> None:
         """Open the layers that these tensors are part of."""
         self.began = True
         for name in names:
-            for layer, _ in self._of.get(name, ()):
+            for layer, _ in self._layers_of.get(name, ()):
                 if id(layer) not in self._open:
-                    self._begin(layer)
+                    self._open_layer(layer)
 
-    def after(self, names: Iterable[str]) -> None:
-        """These tensors are loaded: process the layers that have all of theirs."""
+    def process_complete(self, names: Iterable[str]) -> None:
+        """Process the layers that have all of their tensors, now that these are loaded."""
         for name in names:
-            for layer, waiting in self._of.get(name, ()):
+            for layer, waiting in self._layers_of.get(name, ()):
                 waiting.discard(name)
                 if not waiting and id(layer) in self._open:
-                    self._end(layer)
+                    self._process(layer)
 
     def written(self, names: Iterable[str]) -> None:
-        """These tensors lie where they belong: the layers that they are part of are not made again. All of a layer's
-        come so, or none."""
+        """Note that these tensors were written where they lie, so that their layers are not processed. All of a layer's
+        tensors come this way, or none."""
         for name in names:
-            for layer, waiting in self._of.get(name, ()):
+            for layer, waiting in self._layers_of.get(name, ()):
                 if id(layer) in self._open:
                     raise RuntimeError(f"{name} was written to a layer of which another tensor is loaded")
                 waiting.discard(name)
 
     @property
     def lacking(self) -> list[str]:
-        """Names that did not come."""
+        """Return the names that did not come."""
         return sorted({name for _, names in self._waiting for name in names})
 
     def abort(self) -> None:
@@ -88,7 +88,7 @@ class Reload:
                 root.quant_method.moe_kernel = kernel
         self._open = {}
 
-    def _begin(self, root: Any) -> None:
+    def _open_layer(self, root: Any) -> None:
         self._open[id(root)] = root, getattr(root.quant_method, "moe_kernel", None)
         if self._device == "cpu" and hasattr(root.quant_method, "moe_kernel"):
             # vLLM's CPU experts prepack once, when their kernel is made: have it made again.
@@ -97,7 +97,7 @@ class Reload:
             internals.materialize_layer(layer, _as_loaded(layer))
             _own_loaders(layer)
 
-    def _end(self, root: Any) -> None:
+    def _process(self, root: Any) -> None:
         for layer in root.modules():
             info = internals.get_layerwise_info(layer)
             if id(layer) not in self._touched:
@@ -107,7 +107,7 @@ class Reload:
                 if parameter is not None and name not in info.kernel_tensors[0] | info.restore_metadata[0]:
                     info.kernel_tensors[0][name] = parameter  # made while loading: the bias of a head
             if quantises(layer):
-                self._together.go_on()
+                self._peers.wait()
             with _keeping_what_kernels_read(layer):
                 internals._layerwise_process(layer, info)
         del self._open[id(root)]
@@ -116,7 +116,7 @@ class Reload:
 
 @contextmanager
 def on_meta(roots: Sequence[nn.Module]) -> Iterator[None]:
-    """Layers as they are at loading, on the meta device; their live tensors come back after."""
+    """Give layers the tensors that they are loaded with, on the meta device; restore their live tensors after."""
     opened = []
     try:
         for layer in (layer for root in roots for layer in root.modules()):
@@ -129,7 +129,7 @@ def on_meta(roots: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def same_layout(module: nn.Module) -> bool:
-    """Whether a layer's live parameters look as they did when it was made."""
+    """Return True if a layer's live parameters look as they did when it was made."""
     recorded, _ = internals.get_layerwise_info(module).restore_metadata
     return all(
         (live := module._parameters.get(name)) is not None
@@ -139,7 +139,7 @@ def same_layout(module: nn.Module) -> bool:
 
 
 def _as_loaded(layer: nn.Module) -> Any:
-    """Give a layer the tensors that it is loaded with, on the meta device; its own are kept in what comes back."""
+    """Give a layer the tensors that it is loaded with, on the meta device, and return its own."""
     info = internals.get_layerwise_info(layer)
     info.lora_merge_empty = [name for name, parameter in layer._parameters.items() if parameter is None]
     info.kernel_tensors = internals.get_layer_params_buffers(layer)
@@ -149,7 +149,8 @@ def _as_loaded(layer: nn.Module) -> Any:
 
 
 def _own_loaders(layer: nn.Module) -> None:
-    """vLLM's own reload leaves its loader on the recorded tensors, which passes over what it is given."""
+    """Restore the loaders of recorded tensors: vLLM's own reload leaves its loader there, which passes over what it is
+    given."""
 
     for tensor in internals.get_layer_tensors(layer).values():
         if hasattr(tensor, "weight_loader"):
@@ -158,8 +159,8 @@ def _own_loaders(layer: nn.Module) -> None:
 
 @contextmanager
 def _keeping_what_kernels_read(layer: Any) -> Iterator[None]:
-    """oneDNN's INT8 kernel on CPUs reads scales where they lay when it was made. vLLM copies them to where the ones
-    before lay, and lets go of the new memory (0.32; log-probs were NaN): here the kernel keeps it."""
+    """Keep memory alive that oneDNN's INT8 kernel on CPUs reads: scales where they lay when it was made. vLLM copies
+    these back to where they lay before, and frees the new memory (0.32; log-probs were NaN)."""
     kernel: Any = getattr(getattr(layer, "scheme", None), "kernel", None)
     if not hasattr(kernel, _HANDLER):
         yield
@@ -178,7 +179,7 @@ def _keeping_what_kernels_read(layer: Any) -> Iterator[None]:
 
 
 def packed_kernels(modules: Iterable[Any]) -> list[Any]:
-    """The INT8 kernels of layers on a CPU that hold their weights, which are no parameters there."""
+    """Return the INT8 kernels on a CPU that hold their layers' weights, which are no parameters there."""
     kernels = (getattr(getattr(module, "scheme", None), "kernel", None) for module in modules)
     return [getattr(kernel, _HANDLER) for kernel in kernels if hasattr(kernel, _HANDLER)]
 

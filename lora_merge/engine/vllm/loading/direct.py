@@ -1,11 +1,10 @@
-"""Layers of 8 bits, written as they lie: a trainer in the engine's process merges, scales and converts in one launch,
-and no layer goes through vLLM's reload.
+"""Layers of 8 bits that are written where they lie: a trainer in the engine's process merges, scales and converts in
+one launch, and no layer goes through vLLM's reload.
 
-Nothing is taken for granted of what vLLM makes of a layer, be it loaded with plain weights, which vLLM quantises, or
-with values and scales, as its checkpoint has them. It is tried: random weights are loaded for each kind of layer, and
-processed by vLLM's own code, and where memory of the same layout gets the same bits from our kernel, values and scales,
-layers of this kind can be written. Any other goes through the reload (reload.py), as all do for a trainer in another
-process.
+Whether a kind of layer can be written is tried, be it loaded with plain weights, which vLLM quantises, or with values
+and scales. vLLM's own code loads and processes random weights; if our kernel fills memory of the same layout with the
+same bits, values and scales, layers of this kind are written. Any other goes through the reload (reload.py), as all do
+for a trainer in another process.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from ...worker.dry_run import Copy, Record
 from .. import internals
 from .compressed import Scheme, weights_of
 from .formats import quantises
-from .held import Held
+from .layer_snapshot import LayerSnapshot
 from .reload import on_meta
 
 _log = logging.getLogger(__name__)
 _DEPTH = 6
-"""How far objects are looked through for tensors that a layer computes with."""
+"""Depth to which objects are searched for tensors that a layer computes with."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +45,7 @@ class _Weight:
     dtype: torch.dtype
 
     def scaled(self, group: Group) -> list[Scaled]:
-        """Each matrix with its scales; none where these are not as many as groups."""
+        """Return each matrix with its scales; none if the scales are not as many as groups."""
         found = [
             Scaled(values, scales, group, self.dtype)
             for values, scales in zip(self.values, self.scales.view(len(self.values), -1), strict=True)
@@ -56,7 +55,7 @@ class _Weight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Loading:
-    """How a layer is filled.
+    """A layer and what is copied into it as it is loaded.
 
     Args:
         root: the layer.
@@ -72,30 +71,31 @@ class _Loading:
 
     @property
     def recorded(self) -> Mapping[str, Tensor]:
-        """The parameters that it has while it is loaded, on the meta device."""
+        """Return its parameters while it is loaded, on the meta device."""
         parameters, _ = internals.get_layerwise_info(self.root).restore_metadata
         return parameters
 
     @property
     def asis(self) -> set[str]:
-        """Names of parameters that stay what they are while it is loaded."""
+        """Return names of parameters that stay what they are while it is loaded."""
         return {_key(r) for r in self.records if r.copy is not None and not r.copy.destination.is_meta}
 
     @property
     def pairs(self) -> set[str]:
-        """Names of parameters that get values of pairs."""
+        """Return names of parameters that get values of pairs."""
         return {_key(r) for r in self.records if r.name in self.schemes}
 
     @property
     def plain(self) -> dict[str, tuple[Tensor, torch.dtype]]:
-        """What there is while it is loaded, but for scales of pairs; each with the dtype in which the stream has it."""
+        """Return its parameters while it is loaded, without scales of pairs; each with the dtype in which the stream
+        has it."""
         scales = {_key(r) for r in self.records if r.name not in self.fed}
         dtypes = {_key(r): r.dtype for r in self.records}
         return {key: (meta, dtypes.get(key, meta.dtype)) for key, meta in self.recorded.items() if key not in scales}
 
     @property
     def way(self) -> tuple[Any, ...]:
-        """Where pairs are copied to; equal for layers that are filled alike."""
+        """Return where pairs are copied to; equal for layers that are filled alike."""
         if not self.schemes:
             return ()
         weights = weights_of(self.schemes)
@@ -109,11 +109,11 @@ class _Loading:
         )  # fmt: skip
 
     def load(self, numbers: Mapping[str, Tensor]) -> None:
-        """Fill the memory that it has for it.
+        """Fill the memory that it is loaded into.
 
         Args:
-            numbers: for all that is `plain`, in its dtype. Of what is loaded as pairs, they make up the tensors of the
-                stream, and the pairs of these go where loading copies them.
+            numbers: for all that is `plain`, in its dtype. For parameters that are loaded as pairs, they make up the
+                stream's tensors, and the pairs made of these are copied as loading does.
         """
         parameters = {key: self.root._parameters[key].data for key in self.recorded}
         for key, parameter in parameters.items():
@@ -133,18 +133,31 @@ class _Loading:
 
 
 def _source(tensor: Tensor, copy: Copy) -> Tensor:
-    """What of a contiguous tensor is copied."""
+    """Return the part of a contiguous tensor that is copied."""
     return tensor.as_strided(copy.destination.shape, copy.stride, copy.offset)
 
 
 def _place(tensor: Tensor, copy: Copy) -> Tensor:
-    """Where it goes in one that lies as the parameter does of which the copy was recorded."""
+    """Return the destination of a copy, in a tensor of the same layout as the recorded parameter."""
     view = copy.destination
     return tensor.as_strided(view.shape, view.stride(), tensor.storage_offset() + view.storage_offset())
 
 
+def _target(root: Any, record: Record, live: Tensor | None) -> tuple[Any, Tensor]:
+    """Return the box of a tensor that loading copies into a layer, and the memory of the layer where it belongs.
+
+    Args:
+        live: the parameter of 8 bits that it goes to, as it is loaded; None for other parameters.
+    """
+    assert record.copy is not None
+    view, window = record.copy.destination, record.copy.window
+    if view.is_meta:  # it was recorded in the parameter that the layer has while it is loaded
+        view = _place(root._parameters[_key(record)].detach() if live is None else live, record.copy)
+    return window.box, window.unfold(view)
+
+
 def _key(record: Record) -> str:
-    """The name that a parameter has in its layer."""
+    """Return the name of a parameter in its layer."""
     return record.path.rpartition(".")[2]
 
 
@@ -152,21 +165,21 @@ class _Reloaded(Exception):
     """Why a layer goes through vLLM's reload."""
 
 
-class Fused:
-    """What of one model can be written, as far as it is known."""
+class DirectLayers:
+    """The layers of one model that can be written where they lie, as far as that was tried."""
 
     def __init__(self) -> None:
         self._proved: dict[Any, dict[str, Group] | str] = {}
         """By the kind of layer: groups of its weights; or why it is reloaded, in words: errors hold what was tried."""
         self._written: list[tuple[_Loading, Any]] = []
         """Layers that can be written, each with its kind."""
-        self._held = Held(())
+        self._snapshot = LayerSnapshot(())
 
     def targets(
         self, roots: Sequence[nn.Module], records: Sequence[Record], fed: Mapping[str, Tensor],
         owners: Mapping[str, nn.Module], schemes: Mapping[str, Scheme],
     ) -> DirectTargets:  # fmt: skip
-        """Where the tensors of the stream lie that go to layers which can be written.
+        """Return the memory of the stream's tensors that go to layers which can be written.
 
         Args:
             roots: layers that are laid out anew after loading.
@@ -204,40 +217,34 @@ class Fused:
                 _log.debug("%s of %s is reloaded: %s", type(root).__name__, min(names), reason)
                 continue
             for record in some:
-                if record.name in of_scales:
-                    continue
-                assert record.copy is not None
-                key, window, view = _key(record), record.copy.window, record.copy.destination
-                if view.is_meta:  # of what there is while the layer is loaded
-                    parameter: Any = root._parameters[key]
-                    live = weights[key][0] if key in weights else parameter.detach()
-                    view = _place(live, record.copy)
-                views.setdefault(record.name, []).append((window.box, window.unfold(view)))
-                scaled.setdefault(record.name, []).extend(weights[key][1] if key in weights else [])
+                if record.name not in of_scales:
+                    live, matrices = weights.get(_key(record), (None, []))
+                    views.setdefault(record.name, []).append(_target(root, record, live))
+                    scaled.setdefault(record.name, []).extend(matrices)
             together.append(names)
             self._written.append((loading, _kind(loading)))
-        self._held = Held(loading.root for loading, _ in self._written)
+        self._snapshot = LayerSnapshot(loading.root for loading, _ in self._written)
         return DirectTargets(views, scaled, together)
 
     @property
-    def lost(self) -> bool:
-        """Whether some layer that could be written computes in another way by now, or with tensors of its own: vLLM has
-        reloaded it, asked by whoever."""
-        if self._held.same:
+    def outdated(self) -> bool:
+        """Return True if vLLM has reloaded a layer that could be written, asked by whoever, so that it computes in
+        another way or with tensors of its own."""
+        if self._snapshot.unchanged:
             return False
-        self._held = Held(loading.root for loading, _ in self._written)
+        self._snapshot = LayerSnapshot(loading.root for loading, _ in self._written)
         try:
             for loading, kind in self._written:
                 _check_holds_only(loading.root)
                 if _kind(loading) != kind:
                     raise _Reloaded("its format is another")
         except _Reloaded as reason:
-            _log.debug("layers are looked at anew: %s", reason)
+            _log.debug("layers are examined again: %s", reason)
             return True
         return False
 
     def _weights(self, loading: _Loading) -> dict[str, tuple[Tensor, list[Scaled]]]:
-        """The parameters of 8 bits of a layer by name: as they are loaded, and by matrices.
+        """Return a layer's parameters of 8 bits by name: as they are loaded, and by matrices.
 
         Raises:
             _Reloaded: it cannot be written.
@@ -264,12 +271,12 @@ class Fused:
         return {key: (w.values.view(recorded[key].shape), w.scaled(groups[key])) for key, w in found.items()}
 
 
-class Compared:
-    """What a trainer has written to layers, beside what came of the same tensors in buckets: these are scaled once
-    more, in memory of their own, a group of tensors that share scales at a time.
+class DirectComparison:
+    """Compares what a trainer has written to layers with the same tensors out of buckets. These are scaled once more,
+    in memory of their own, one group of tensors that share scales at a time.
 
     Args:
-        targets: that it writes to.
+        targets: that the trainer writes to.
     """
 
     def __init__(self, targets: DirectTargets) -> None:
@@ -279,7 +286,7 @@ class Compared:
         self._came: dict[str, Tensor] = {}
 
     def add(self, tensors: Sequence[tuple[str, Tensor]]) -> dict[str, bool]:
-        """Take whole tensors; of groups that are complete, whether the layers hold the bits that they make."""
+        """Take whole tensors; return, for the groups that are complete, whether the layers hold the same bits."""
         self._came.update(tensors)
         equal: dict[str, bool] = {}
         for group in dict.fromkeys(self.of[name] for name, _ in tensors):
@@ -292,7 +299,7 @@ class Compared:
         rooms: dict[int, Tensor] = {}
 
         def again(tensor: Tensor) -> Tensor:
-            """Memory that lies as this one does."""
+            """Return memory of the same layout."""
             storage = tensor.untyped_storage()
             room = rooms.setdefault(storage.data_ptr(), tensor.new_empty(storage.nbytes(), dtype=torch.uint8))
             return room.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -317,7 +324,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _kind(loading: _Loading) -> Any:
-    """Layers with the same one are filled and processed alike."""
+    """Return a key that is equal for layers which are filled and processed alike."""
     root: Any = loading.root
     kernel = getattr(root.quant_method, "fp8_linear", getattr(root.quant_method, "fp8_backend", None))
     return (
@@ -328,10 +335,10 @@ def _kind(loading: _Loading) -> Any:
 
 
 def _read(loading: _Loading) -> dict[str, _Weight]:
-    """The parameters of 8 bits of a layer.
+    """Return the parameters of 8 bits of a layer.
 
     Raises:
-        _Reloaded: something of it is neither these, their scales, nor as it was loaded.
+        _Reloaded: the layer holds something else than these, their scales, and tensors as they were loaded.
     """
     root, pairs, asis, loaded = loading.root, loading.pairs, loading.asis, loading.plain
     if not (pairs or quantises(root)) or any(True for _ in root.children()) or "cpu_linear" in root.__dict__:
@@ -372,7 +379,7 @@ def _layout(tensor: Tensor) -> str:
 
 
 def _as_loaded(tensor: Tensor, meta: Tensor) -> Tensor | None:
-    """A quantised weight as matrices of the shape in which it is loaded; None where its elements lie otherwise."""
+    """Return a quantised weight as matrices of the shape in which it is loaded; None if its elements lie otherwise."""
     if meta.dim() not in (2, 3) or not meta.is_contiguous():
         return None
     if tensor.shape == meta.shape and tensor.is_contiguous():
@@ -382,8 +389,8 @@ def _as_loaded(tensor: Tensor, meta: Tensor) -> Tensor | None:
 
 
 def _check_holds_only(root: Any) -> None:
-    """Whether all tensors that a layer computes with are its parameters and buffers: an earlier reload of experts
-    leaves their kernel with scales of its own."""
+    """Raise `_Reloaded` if a layer computes with tensors that are no parameters or buffers of it: an earlier reload of
+    experts leaves their kernel with scales of its own."""
     registered = [t for t in [*root._parameters.values(), *root._buffers.values()] if t is not None]
     own = {t.untyped_storage().data_ptr() for t in registered}
     rest = {key: value for key, value in root.__dict__.items() if not key.startswith("_")}
@@ -413,7 +420,7 @@ def _prove(loading: _Loading, weights: Mapping[str, _Weight]) -> dict[str, Group
     """Load random weights into memory of their own, let vLLM process them, and compare.
 
     Raises:
-        _Reloaded: no kind of group has the bits.
+        _Reloaded: no kind of group gives vLLM's bits.
     """
     shapes = {name: tuple(meta.shape) for name, (meta, _) in loading.plain.items()}
     left: dict[str, list[Group]] = {name: list(get_args(Group)) for name in weights}
@@ -426,10 +433,10 @@ def _prove(loading: _Loading, weights: Mapping[str, _Weight]) -> dict[str, Group
 def _try(
     loading: _Loading, weights: Mapping[str, _Weight], given: Mapping[str, Tensor], left: dict[str, list[Group]]
 ) -> None:
-    """One trial, of the numbers in `given`; what has other bits than vLLM's goes from `left`.
+    """Try the numbers in `given`, and remove from `left` the groups whose bits differ from vLLM's.
 
     Raises:
-        _Reloaded: nothing is left of a weight.
+        _Reloaded: no group is left for a weight.
     """
     root, plain = loading.root, loading.plain
     with _untouched(root), on_meta([root]):
@@ -458,14 +465,13 @@ def _same_bits(source: Tensor, theirs: _Weight, group: Group) -> bool:
     if not scaled:
         return False
     Plan(copies("trial", source, ours.values), scaled).run()
-    return torch.equal(ours.values.view(torch.uint8), theirs.values.view(torch.uint8)) and torch.equal(
-        ours.scales.view(torch.int32), theirs.scales.view(torch.int32)
-    )
+    pairs = (ours.values, theirs.values), (ours.scales, theirs.scales)
+    return all(torch.equal(_bytes(here), _bytes(there)) for here, there in pairs)
 
 
 @contextmanager
 def _untouched(root: Any) -> Iterator[None]:
-    """What vLLM notes beside the parameters while it processes a layer goes again."""
+    """Undo what vLLM notes on a layer, beside its parameters, while it processes it."""
     method = root.quant_method
     things = [root, method, *(p for p in [getattr(method, "fp8_linear", None)] if p is not None)]
     before = [dict(thing.__dict__) for thing in things]

@@ -20,7 +20,7 @@ from lora_merge.kernels import cpu, reference
 from lora_merge.kernels.backend import name_of
 from lora_merge.kernels.bindings import layout, native, operators
 from lora_merge.kernels.cuda.scaled import CudaScale
-from lora_merge.kernels.scaled import two_step as merged_first
+from lora_merge.kernels.scaled import two_step
 from lora_merge.kernels.scaled.two_step import ByOperations, TwoStepScaled, between
 from lora_merge.kernels.scaled.weights import Placed, Scaled, place, quantise
 from lora_merge.kernels.segments import FLOATS
@@ -187,13 +187,13 @@ def test_jobs_of_gpus(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plans_share_the_memory_between() -> None:
     """As much as the largest needs, and none when they are gone."""
     gc.collect()
-    assert CPU not in merged_first._between
+    assert CPU not in two_step._between
     small, large = between(CPU, 1000), between(CPU, 4000)
     assert between(CPU, 2000) is large
     assert between(CPU, 4000) is large is not small
     del small, large
     gc.collect()
-    assert CPU not in merged_first._between
+    assert CPU not in two_step._between
 
 
 def test_runs_in_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:

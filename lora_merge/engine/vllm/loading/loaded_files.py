@@ -1,9 +1,8 @@
-"""Which files an engine's weights came from, noted as vLLM's loaders read them: a checkpoint that has changed since is
+"""Notes which files an engine's weights came from, as vLLM's loaders read them: a checkpoint that has changed since is
 not what the engine holds.
 
-`watch` is called where a worker is made, in front of everything that it reads. It wraps two methods of vLLM's loaders
-(`_prepare_weights`, which says the files, and `load_weights`); where a release has none of them, nothing is noted, and
-what would have to be read again is refused.
+`watch` is called before a worker is made. It wraps two methods of vLLM's loaders: `_prepare_weights`, which says the
+files, and `load_weights`. Where a release lacks them nothing is noted, and reading a checkpoint again is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Sources: TypeAlias = list[Stamps]
 
 
 def watch() -> None:
-    """From now on it is noted what loaders read; harmless when called twice."""
+    """Note from now on what loaders read; harmless when called twice."""
     loaders = [internals.DefaultModelLoader] if internals.has("DefaultModelLoader") else []
     loaders += [internals.RunaiModelStreamerLoader] if internals.has("RunaiModelStreamerLoader") else []
     for loader in loaders:
@@ -59,13 +58,13 @@ def _handing_over(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def read_by(loader: Any) -> Sources:
-    """What a loader has read since this was called last."""
+    """Return what a loader has read since the last call of this function."""
     found: Sources = vars(loader).pop(_READ, [])
     return found
 
 
 def check_unchanged(model: nn.Module, where: str, read: Sources | None = None) -> Mapping[str, Stamp]:
-    """Raise where a model's files are not what they were when it was read.
+    """Raise `RuntimeError` if a model's files have changed since it was read.
 
     Args:
         where: they lie, in words.
@@ -96,7 +95,7 @@ def check_unchanged(model: nn.Module, where: str, read: Sources | None = None) -
 
 
 def changed(where: str, differs: str) -> str:
-    """The error for files that have changed."""
+    """Return the error for files that have changed."""
     return f"{where} is not any more what the engine was started from: {differs}; {_ANEW}"
 
 
@@ -104,5 +103,5 @@ _ANEW = "start the engine anew, on a folder that nothing writes to while it serv
 
 
 def _by_name(source: Stamps) -> Stamps:
-    """Without the folder: a snapshot of the hub's cache is another folder with links to the same files."""
+    """Drop the folder: a snapshot of the hub's cache is another folder with links to the same files."""
     return {Path(path).name: found for path, found in source.items()}

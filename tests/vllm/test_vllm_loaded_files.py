@@ -18,7 +18,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from lora_merge import PushRefused
 from lora_merge.engine import load_adapter as load
-from lora_merge.engine.vllm.loading import reads
+from lora_merge.engine.vllm.loading import loaded_files
 from lora_merge.serve import load_adapter, unload_adapter
 from tests.vllm.test_vllm_load import READ, assert_base, policy, saved, states
 
@@ -142,8 +142,8 @@ CHANGES: dict[Callable[[Path], None], str] = {
 @pytest.mark.parametrize("starting", [False, True], ids=["served", "while it starts"])
 def test_what_has_changed_is_named(change: Callable[[Path], None], starting: bool, folder: Path) -> None:
     """vLLM's own loader reads; what it read is known from the moment at which it found the files."""
-    reads.watch()
-    reads.watch()
+    loaded_files.watch()
+    loaded_files.watch()
     model = Model()
     if starting:
 
@@ -167,15 +167,15 @@ def loads(model: Model, folder: Path) -> None:
 
 
 def again(model: Model, folder: Path) -> None:
-    reads.check_unchanged(model, "the folder")
+    loaded_files.check_unchanged(model, "the folder")
     second = loader()
     assert list(second.get_all_weights(Config(folder), model))
-    reads.check_unchanged(model, "the folder", reads.read_by(second))
+    loaded_files.check_unchanged(model, "the folder", loaded_files.read_by(second))
 
 
 def test_what_has_not(folder: Path) -> None:
     """Files beside them, and another snapshot of the same."""
-    reads.watch()
+    loaded_files.watch()
     model = Model()
     loads(model, folder)
     again(model, folder)
@@ -191,7 +191,7 @@ def test_what_has_not(folder: Path) -> None:
 
 def test_weights_of_which_nothing_is_known() -> None:
     with pytest.raises(RuntimeError, match="was not noted when it was started"):
-        reads.check_unchanged(Model(), "the folder")
+        loaded_files.check_unchanged(Model(), "the folder")
 
 
 def test_an_engine_whose_folder_goes_and_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

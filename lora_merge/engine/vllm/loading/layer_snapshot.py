@@ -1,4 +1,4 @@
-"""What layers hold, to be compared: vLLM makes anew what it changes there, when it reloads a layer."""
+"""Detects that vLLM has replaced what a layer holds, as a reload does."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 _COUNTED = {int, float}
-"""What changes as a layer computes, and what no tensor takes the place of."""
+"""Types of values that change as a layer computes; no tensor is among them."""
 
 
-class Held:
-    """What layers and their methods hold at the moment beside parameters, buffers and numbers. No Python runs for each
-    layer to compare it: some fifty microseconds for a hundred layers.
+class LayerSnapshot:
+    """What layers and their methods hold beside parameters, buffers and numbers. Comparing runs no Python for each
+    layer: some fifty microseconds for a hundred layers.
 
     Args:
-        layers: which, with their methods and what is in these.
+        layers: with their methods and what these hold.
     """
 
     def __init__(self, layers: Iterable[Any]) -> None:
@@ -37,8 +37,8 @@ class Held:
         self._things = [value for _, _, value in found]  # alive, so that nothing else comes to lie there
 
     @property
-    def same(self) -> bool:
-        """Whether that is what they hold now."""
+    def unchanged(self) -> bool:
+        """Return True if the layers still hold the same objects."""
         same = all(map(is_, map(dict.get, *self._targets), self._things))
         return same and list(map(len, self._dicts)) == self._sizes
 
