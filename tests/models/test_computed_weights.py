@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from lora_merge import InvalidInput, MergedWeights, merged, save_merged
+from lora_merge import InvalidInput, MergedWeights, UnsupportedAdapter, merged, save_merged
 
 Make = Callable[[nn.Module], object]
 WAYS: dict[str, tuple[Make, Callable[[Any], object]]] = {
@@ -52,6 +52,20 @@ def test_what_a_checkpoint_would_lack_is_refused(way: str, tmp_path: Path) -> No
     save_merged(model, tmp_path / "out")
     held = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(held["model.layers.1.self_attn.q_proj.weight"], layer.weight)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("part", "told"), [("base_layer", "Linear has"), ("lora_B", "Linear of its adapter has")])
+def test_with_an_adapter_on_it(part: str, told: str, way: str) -> None:
+    model = models.with_lora(models.qwen2, target_modules=["v_proj"])
+    layer = model.get_base_model().model.layers[1].self_attn.v_proj
+    WAYS[way][0](layer.base_layer if part == "base_layer" else layer.lora_B["default"])
+    for call in (lambda: list(MergedWeights(model)), lambda: merged(model).__enter__()):
+        with pytest.raises(UnsupportedAdapter, match=rf"v_proj\.weight: \w*{told} no plain parameter .*prune\.remove"):
+            call()
+    if part == "base_layer":  # the base alone, beside which an engine may be given the adapter
+        with pytest.raises(InvalidInput, match="it is computed from"):
+            list(MergedWeights(model, adapters=False))
 
 
 def test_a_class_that_is_built_so_is_saved(tmp_path: Path) -> None:

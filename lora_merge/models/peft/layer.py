@@ -53,9 +53,11 @@ class LayerReader(NamedTuple):
     def shard(self, owner: nn.Module, attribute: str) -> Shard:
         found = self.layout.of(self.name, owner, attribute)
         if found is None:
+            which = "" if owner is self.base else " of its adapter"
             raise UnsupportedAdapter(
-                f"{self.name}.{attribute}: {type(owner).__name__} has no plain parameter '{attribute}' (a quantised, "
-                "parametrised or offloaded one cannot be merged here)"
+                f"{self.name}.{attribute}: {type(owner).__name__}{which} has no plain parameter '{attribute}' (a "
+                "quantised, parametrised or offloaded one cannot be merged here; torch.nn.utils.prune.remove, "
+                "remove_weight_norm and parametrize.remove_parametrizations make plain what was pruned or parametrised)"
             )
         return found
 
