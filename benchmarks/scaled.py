@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     if args.first:
-        setattr(cuda, "apart", lambda placed, device: ([], list(placed)))  # noqa: B010
+        setattr(cuda, "separate", lambda placed, device: ([], list(placed)))  # noqa: B010
     device = torch.device(args.device)
     weights = [(normal(sum(rows), cols, device), rows) for _ in range(args.layers) for rows, cols in FUSED]
     copy = copied(sum(3 * weight.numel() for weight, _ in weights) // 2, args)

@@ -50,17 +50,17 @@ def reloaded(llm: Any) -> Iterator[list[str]]:
 
     paths = {id(module): path for path, module in served(llm).named_modules()}
     found: list[str] = []
-    end = Reload._end
+    end = Reload._process
 
     def noted(self: Reload, root: Any) -> None:
         found.append(paths.get(id(root), type(root).__name__))
         end(self, root)
 
-    Reload._end = noted  # type: ignore[method-assign]
+    Reload._process = noted  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        Reload._end = end  # type: ignore[method-assign]
+        Reload._process = end  # type: ignore[method-assign]
 
 
 def matrices(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
