@@ -99,7 +99,7 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunAnswer:
-    """What a worker's dry run of a stream found, as it answers to `examine`."""
+    """What a worker's dry run of a stream found, as it answers to `dry_run`."""
 
     refused: Mapping[str, str]  # tensors that it does not take -> why
     ignored: Sequence[str]  # tensors that fill nothing

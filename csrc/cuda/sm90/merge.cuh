@@ -34,8 +34,8 @@
 //                    first of them are under way, `finish(box, read, sum)` after them; of two products,
 //                    `begin(box, read, sum)` after the first and `finish` after the second
 //
-// Ranks are permuted as in merge.cuh, so that a lane reads eight adjacent ranks of lora_B, and the sums are those of
-// merge.cuh, bit for bit: which of the two kernels runs a segment is free. Odd starts, strides and dtypes are left to
+// Ranks are permuted as in sm80/merge.cuh, so that a lane reads eight adjacent ranks of lora_B, and the sums are those
+// of that file, bit for bit: which of the two kernels runs a segment is free. Odd starts, strides and dtypes are left to
 // that one, and float32 adapters of turned segments (lora_merge/kernels/cuda/hopper.py). W and the result are read and
 // written as the matrix unit's fragments.
 #pragma once

@@ -18,7 +18,7 @@ from ..messages import WorkerInfo
 from ..transport.liveness import error_text
 from ..transport.peer_memory import DirectWriteSet, MappedMemory, direct, united
 from ..transport.rendezvous import interface
-from ..transport.routing import Route, WorkerId, assign, clash, introduction
+from ..transport.routing import TRANSPORTS, Route, WorkerId, assign, clash, introduction
 from ..transport.sender import Sender
 from .ranks import Ended, TrainerRanks
 from .replica import Replica, workers_of
@@ -186,7 +186,7 @@ class Trainer(TrainerRanks):
         if why := clash(trainers[0], _introductions(replicas), {at: kind for at, (_, kind) in places.items()}):
             raise PushRefused(f"no channel to the engine: {why}")
         try:
-            hosts = {at: worker.host for at, worker in workers.items() if places[at][1] in ("nccl", "tcp")}
+            hosts = {at: worker.host for at, worker in workers.items() if TRANSPORTS[places[at][1]].trainer.networked}
             made = await self.everywhere(self._make_senders(places, size, device, hosts))
         except Exception:
             await self.close_channels()

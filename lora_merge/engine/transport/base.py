@@ -73,13 +73,16 @@ class TrainerEnd:
 
     Attributes:
         shares_memory: whether `reaches` is asked of processes of one host alone.
+        networked: whether the worker connects to an address of the trainer's, so that its host has to be known.
         in_process: whether the worker takes buckets at its own pace, in this process (`Sender.pull`).
         needs_buffers: whether buckets are handed over in buffers that exist from the start.
         has_threads: whether threads refer to it, so that it has to be closed when its `Sender` is no longer used.
-        buffers: two buffers of memory of its own, in which buckets have to be filled; none if any memory will do.
+        buffers: two buffers of memory of its own, in which buckets have to be filled; none if any memory will do. Of
+            several ends those of the first that has some are filled, and `hand` of the others gets these.
     """
 
     shares_memory: ClassVar[bool] = False
+    networked: ClassVar[bool] = False
     in_process: ClassVar[bool] = False
     needs_buffers: ClassVar[bool] = True
     has_threads: ClassVar[bool] = False
@@ -110,7 +113,8 @@ class TrainerEnd:
     # Channels
 
     def channel(self, place: WorkerId) -> dict[str, Any]:
-        """Return what the worker's end needs: JSON values."""
+        """Return what the worker's end needs: JSON values. Nothing comes back this way: what a worker has to say goes by a
+        rendezvous (rendezvous.py), as nccl's does."""
         return {}
 
     def connect(self, gone: Gone) -> None:

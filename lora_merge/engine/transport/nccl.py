@@ -299,6 +299,8 @@ class Group:
 class NcclSender(TrainerEnd):
     """A group for each replica: a broadcast a bucket, or sends of one that not all of its workers take."""
 
+    networked = True
+
     def __init__(self, setup: Setup, places: Sequence[WorkerId]) -> None:
         super().__init__(setup, places)
         members: dict[int, list[WorkerId]] = {}

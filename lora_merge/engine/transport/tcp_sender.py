@@ -69,7 +69,7 @@ class TcpSender(TrainerEnd):
         InvalidInput: this machine has no such address.
     """
 
-    has_threads = True
+    networked = has_threads = True
 
     def __init__(self, setup: Setup, places: Sequence[WorkerId]) -> None:
         super().__init__(setup, places)

@@ -3,13 +3,20 @@
 **Who resumes an engine whose trainer died?** The next push does, of any trainer; nothing else does.
 
 - Before its first byte changes an engine is dirty (`begin`), until it commits (`end`). A push that pauses it has noted
-  that first (`paused`). So it holds the old weights, or is dirty, or has the new ones if the message in hand ran to its
-  end; and it stays paused, so that nothing is generated from weights that are half written.
+  that first (`paused`). So nothing is generated from weights that are half written:
+
+      the trainer dies                   the engine holds                                          it generates
+      before the pause                   the old weights                                           yes
+      in the middle of buckets           all weights: dirty. An update: the old weights            no
+      after them, before commit, merge   the same. An adapter: the new one                         no
+      after commit, before resume        the new weights                                           no
+
 - Workers that wait for buckets give up (`TransferAborted`): over `shm` and `ipc` they look for the trainer's process,
   `nccl` asks its store, `tcp` loses its connection. Memory that is mapped from the trainer is unmapped (`_watch`).
 - The trainer's lease ends with its process, or after 60 s without a sign of life from another host (`lease.py`).
 - The next push takes the lease (`hello`), sees `paused` and the state in the answer, sends a dirty engine all weights,
-  base included, and resumes it (`EngineSequence.go_on`). An engine in the trainer's own process dies with it.
+  base included, and resumes it (`EngineSequence`). A push that is refused before it writes resumes nothing. An engine
+  in the trainer's own process dies with it.
 """
 
 from __future__ import annotations

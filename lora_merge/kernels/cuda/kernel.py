@@ -2,7 +2,8 @@
 launch, and how that is made.
 
 Segments are assigned to a list of them: `merge.MERGES` or `tracked.TRACKED`. A kernel more, or a loader or an
-epilogue of one that is there, is an object more in such a list.
+epilogue of one that is there, is an object more in such a list. (What makes results of 8 bits is in none:
+`scaled.separate` says which weights it takes.)
 """
 
 from __future__ import annotations
