@@ -11,6 +11,7 @@ from ..errors import InvalidInput
 from ..kernels.plan import ROUNDINGS
 
 SWITCH = "LORA_MERGE"
+TRAINS = ("adapters", "merged")
 _OFF = ("", "0", "false", "no", "off")
 _ON = ("1", "true", "yes", "on")
 
@@ -27,6 +28,8 @@ class Options:
             LORA_MERGE_CHECK, where "1" is 0.02.
         verify: whether each push compares checksums on both sides, as `VllmSync.push(verify=True)`.
             LORA_MERGE_VERIFY.
+        train: what the trainer's forward computes with: "adapters", as PEFT does, or "merged", the weights that are
+            pushed (`train_merged`). LORA_MERGE_TRAIN.
 
     Raises:
         InvalidInput: a value that is none of these.
@@ -36,25 +39,43 @@ class Options:
     rounding: str = "nearest"
     check: float | None = None
     verify: bool = False
+    train: str = "adapters"
 
     def __post_init__(self) -> None:
-        for name, value, known in (("mode", self.mode, MODES), ("rounding", self.rounding, ROUNDINGS)):
+        given = (("mode", self.mode, MODES), ("rounding", self.rounding, ROUNDINGS), ("train", self.train, TRAINS))
+        for name, value, known in given:
             if value not in known:
                 raise InvalidInput(
                     f"{name} must be one of {', '.join(known)}, got {value!r} (or {SWITCH}_{name.upper()})"
                 )
         if self.check is not None and not 0 < self.check < 1:
             raise InvalidInput(f"check must lie between 0 and 1, got {self.check} (or {SWITCH}_CHECK)")
+        if self.train == "merged" and (self.mode, self.rounding) != ("merged", "nearest"):
+            raise InvalidInput(
+                "train='merged' trains the policy that mode='merged' and rounding='nearest' serve, got "
+                f"mode={self.mode!r}, rounding={self.rounding!r} ({SWITCH}_TRAIN, {SWITCH}_MODE, {SWITCH}_ROUNDING)"
+            )
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Options:
-        """Read LORA_MERGE_MODE, LORA_MERGE_ROUNDING, LORA_MERGE_CHECK and LORA_MERGE_VERIFY."""
+    def from_environment(cls, environment: Mapping[str, str] | None = None, *, trains: bool = False) -> Options:
+        """Read LORA_MERGE_MODE, LORA_MERGE_ROUNDING, LORA_MERGE_CHECK, LORA_MERGE_VERIFY and LORA_MERGE_TRAIN.
+
+        Args:
+            trains: whether the integration can train on merged weights; else asking for that is an error.
+        """
         found = os.environ if environment is None else environment
+        train = found.get(f"{SWITCH}_TRAIN", "adapters")
+        if train == "merged" and not trains:
+            raise InvalidInput(
+                f"{SWITCH}_TRAIN=merged is for TRL alone yet: leave it out, or call lora_merge.train_merged(model) in "
+                "your script before training"
+            )
         return cls(
             mode=found.get(f"{SWITCH}_MODE", "merged"),
             rounding=found.get(f"{SWITCH}_ROUNDING", "nearest"),
             check=_bound(found.get(f"{SWITCH}_CHECK", "")),
             verify=_flag(f"{SWITCH}_VERIFY", found.get(f"{SWITCH}_VERIFY", "")),
+            train=train,
         )
 
 

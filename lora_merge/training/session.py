@@ -62,7 +62,7 @@ class Training:
         self._busy = False
         self._closed = False
         self._thread = threading.get_ident()
-        self._check()
+        check_trainable(model)
         for module in _tops(model, [layer for _, layer in layers_of(model)]):
             self._hooks.append(module.register_forward_pre_hook(self._enter_model, prepend=True))
             self._hooks.append(module.register_forward_hook(self._leave_model, always_call=True))
@@ -120,22 +120,6 @@ class Training:
         return f"<Training on merged weights: {state}, {len(self._layers)} layers, merged {self.merges} times>"
 
     # Merging
-
-    def _check(self) -> None:
-        """Raise unless the model can be trained so, before anything is changed."""
-        if check_model(self._model):
-            raise InvalidInput("train_merged: Megatron's layers cannot be trained on merged weights yet")
-        layout = Layout(self._model)
-        if not layout.plain and (layout.cut is None or not layout.cut.units):
-            raise InvalidInput(
-                "train_merged: the model is sharded by FSDP1, DeepSpeed ZeRO-3 or tensor parallelism, under which it "
-                "cannot be trained on merged weights yet: shard it with FSDP2 (fully_shard), or train it with DDP"
-            )
-        found = layers_of(self._model)
-        if not found:
-            raise InvalidInput("train_merged: the model has no LoRA layers; pass the PeftModel, not its bare base")
-        for name, layer in found:
-            acting(name, layer)
 
     def _acting(self) -> Iterator[tuple[nn.Module, Acting]]:
         for name, layer in layers_of(self._model):
@@ -269,6 +253,23 @@ def train_merged(model: nn.Module) -> Training:
             at all. Nothing was changed.
     """
     return Training(model)
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Raise unless the model can be trained so, before anything is changed."""
+    if check_model(model):
+        raise InvalidInput("train_merged: Megatron's layers cannot be trained on merged weights yet")
+    layout = Layout(model)
+    if not layout.plain and (layout.cut is None or not layout.cut.units):
+        raise InvalidInput(
+            "train_merged: the model is sharded by FSDP1, DeepSpeed ZeRO-3 or tensor parallelism, under which it "
+            "cannot be trained on merged weights yet: shard it with FSDP2 (fully_shard), or train it with DDP"
+        )
+    found = layers_of(model)
+    if not found:
+        raise InvalidInput("train_merged: the model has no LoRA layers; pass the PeftModel, not its bare base")
+    for name, layer in found:
+        acting(name, layer)
 
 
 def _tops(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:

@@ -24,6 +24,11 @@ TORCH = Release("PyTorch", "torch", (torch.__version__,))
 
 def test_options_come_from_the_environment() -> None:
     assert Options.from_environment({}) == Options("merged", "nearest", None, False)
+    with pytest.raises(InvalidInput, match="LORA_MERGE_TRAIN=merged is for TRL alone"):
+        Options.from_environment({"LORA_MERGE_TRAIN": "merged"})
+    assert Options.from_environment({"LORA_MERGE_TRAIN": "merged"}, trains=True).train == "merged"
+    with pytest.raises(InvalidInput, match="train='merged' trains the policy"):
+        Options(mode="adapter", train="merged")
     names = {"LORA_MERGE_MODE": "adapter", "LORA_MERGE_ROUNDING": "stochastic"}
     found = Options.from_environment(names | {"LORA_MERGE_CHECK": "0.05", "LORA_MERGE_VERIFY": "True"})
     assert found == Options("adapter", "stochastic", 0.05, True)

@@ -113,8 +113,8 @@ class TrainerEnd:
     # Channels
 
     def channel(self, place: WorkerId) -> dict[str, Any]:
-        """Return what the worker's end needs: JSON values. Nothing comes back this way: what a worker has to say goes by a
-        rendezvous (rendezvous.py), as nccl's does."""
+        """Return what the worker's end needs: JSON values. Nothing comes back this way: what a worker has to say goes
+        by a rendezvous (rendezvous.py), as nccl's does."""
         return {}
 
     def connect(self, gone: Gone) -> None:

@@ -15,6 +15,7 @@ from ..options import Options, switched_off
 from .check import check_comparable, watch
 from .release import OFF, RELEASE, generation_of
 from .rollout import Colocated, Rollout, Server
+from .train import TrainsMerged
 
 _attached: WeakKeyDictionary[Any, ref[Rollout]] = WeakKeyDictionary()
 """Engine (of a server: the `VLLMGeneration` that calls it) -> who brings it a policy."""
@@ -27,6 +28,7 @@ def attach(
     rounding: str | None = None,
     check: float | bool | None = None,
     verify: bool | None = None,
+    train: str | None = None,
 ) -> Rollout | None:
     """Make each weight sync of a TRL trainer a push by `VllmSync`.
 
@@ -48,6 +50,8 @@ def attach(
         rounding: of merged weights, "nearest" or "stochastic" (LORA_MERGE_ROUNDING).
         check: how far importance ratios may lie from 1; True is 0.02, False checks none (LORA_MERGE_CHECK).
         verify: whether each push compares checksums on both sides (LORA_MERGE_VERIFY).
+        train: "adapters", as PEFT computes, or "merged": forward and backward compute with the weights that are pushed
+            (`lora_merge.train_merged`), from the beginning of `train()` to its end (LORA_MERGE_TRAIN).
 
     Returns:
         the object that replaces TRL's own sync: `report` of the last push, and `detach()`, which restores TRL's
@@ -61,7 +65,7 @@ def attach(
     """
     if switched_off():
         return None
-    options = _options(mode, rounding, check, verify)
+    options = _options(mode, rounding, check, verify, train)
     generation = generation_of(trainer)
     engine = getattr(generation, "llm", generation)
     _check_alone(trainer, engine)
@@ -70,7 +74,10 @@ def attach(
     rollout.check()
     if options.check is not None:
         check_comparable(trainer, generation)
+    trains = TrainsMerged(trainer.model) if options.train == "merged" else None
     rollout.install()
+    if trains is not None:
+        rollout.train_with(trains)
     vars(trainer).pop("_lora_merge_detached", None)
     if options.check is not None:
         watch(trainer, rollout, options.check)
@@ -86,13 +93,15 @@ def attached(trainer: Any) -> Rollout | None:
     return rollout if rollout is not None and rollout.trainer is trainer else None
 
 
-def _options(mode: str | None, rounding: str | None, check: float | bool | None, verify: bool | None) -> Options:
+def _options(
+    mode: str | None, rounding: str | None, check: float | bool | None, verify: bool | None, train: str | None
+) -> Options:
     """Return the options that were passed, and those of the environment for the rest."""
-    chosen = {"mode": mode, "rounding": rounding, "check": check, "verify": verify}
+    chosen = {"mode": mode, "rounding": rounding, "check": check, "verify": verify, "train": train}
     passed: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
     if isinstance(check, bool):
         passed["check"] = 0.02 if check else None
-    return replace(Options.from_environment(), **passed)
+    return replace(Options.from_environment(trains=True), **passed)
 
 
 def _rollout_of(engine: Any) -> Rollout | None:

@@ -20,6 +20,7 @@ from ..options import Options
 from ..pushing import KeptSync
 from ..tied import check_tied
 from .release import GENERATION, OFF
+from .train import TrainsMerged
 
 QUANTISED = "bitsandbytes"
 """vLLM's name for engines that hold their weights in its codes."""
@@ -45,6 +46,7 @@ class Rollout:
         self.trainer, self.generation, self.options = trainer, generation, options
         self.report: SyncReport | None = None
         self.attached = False
+        self._trains: TrainsMerged | None = None
 
     def check(self) -> None:
         """Raise `TrainerRefused` if the engine was not started for the chosen options."""
@@ -54,9 +56,17 @@ class Rollout:
         self.attached = True
         self.generation.sync_weights = self.sync_weights
 
+    def train_with(self, trains: TrainsMerged) -> None:
+        """Train on merged weights from the next `train()` on."""
+        self._trains = trains
+        self.trainer.add_callback(trains)
+
     def detach(self) -> None:
         """Restore TRL's own sync, and free buffers and handles. Collective."""
         self.attached = False
+        if self._trains is not None:
+            self.trainer.remove_callback(self._trains)
+            self._trains.close()
         self.trainer._lora_merge_detached = True  # the switch leaves it alone, too
         for owner, name in ((self.generation, "sync_weights"), (self.trainer, "_generate_and_score_completions")):
             vars(owner).pop(name, None)

@@ -73,7 +73,7 @@ def _prepare_engine(kind: Any) -> None:
         options: dict[str, Any] = {}
         if self.mode == "colocate" and any(bits(module) for module in self.model.modules()):
             options["quantization"] = None
-        if self.mode == "colocate" and Options.from_environment().mode == "adapter":
+        if self.mode == "colocate" and Options.from_environment(trains=True).mode == "adapter":
             options |= {"enable_lora": True, "max_lora_rank": max_lora_rank(self.model)}
         with engine_options(**options):
             start(self)
