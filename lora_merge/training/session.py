@@ -73,7 +73,7 @@ class Training:
 
     def refresh(self) -> None:
         """Merge the adapters as they are now, where the base weights do not hold them. A forward of the model does so
-        by itself; compiled code does not see changes, so call it after each optimizer step there.
+        by itself; parts of it that are compiled and called by themselves do not.
 
         Raises:
             as `merged`; and InvalidInput: dropout, or an adapter that cannot be trained so.
@@ -183,11 +183,13 @@ class Training:
 
     # Forward and backward
 
+    @torch.compiler.disable
     def _enter_model(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
         if self._depth == 1 and not self._elsewhere():
             self.refresh()
 
+    @torch.compiler.disable
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth = max(self._depth - 1, 0)
 

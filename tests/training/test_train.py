@@ -337,3 +337,26 @@ def test_what_cannot_be_trained_so_is_refused(name: str) -> None:
     assert_base(model, before)
     with merged(model) if name in ("dora", "experts") else nullcontext():
         pass
+
+
+def test_compiled_models_see_each_step() -> None:
+    """The check of the adapters runs outside of what is compiled; layers compute with what was merged last."""
+    from torch._dynamo.utils import counters
+
+    model, plain = MODELS["linear"](), MODELS["linear"]()
+    torch._dynamo.reset()
+    counters.clear()
+    compiled: Any = torch.compile(model, backend="eager")
+    with train_merged(model) as training, train_merged(plain):
+        for step in range(1, 3):
+            for one, call in ((model, compiled), (plain, plain)):
+                one.zero_grad()
+                call(input_ids=models.tokens(), labels=models.tokens()).loss.backward()
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+            assert training.merges == step
+            for one in (model, plain):
+                torch.manual_seed(step)
+                shake(one)
+    assert counters["stats"]["unique_graphs"] > 0
