@@ -19,6 +19,11 @@ def pausing(module: nn.Module, pause: Callable[[], object] | None) -> None:
         _pauses[module] = WeakMethod(pause)  # what it belongs to holds the model
 
 
+def has_pause(module: nn.Module) -> bool:
+    """Return True if the base of an adapter layer comes back by `pause`."""
+    return module in _pauses and _pauses[module]() is not None
+
+
 def pause(model: Any) -> None:
     """Bring the base of a model back that is being trained on merged weights, before it is read.
 

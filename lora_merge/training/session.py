@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from operator import attrgetter
@@ -14,8 +13,9 @@ from torch import Tensor, nn
 
 from ..context import merged
 from ..errors import InvalidInput
+from ..models.guards import guarded, refuse
 from ..models.live import check_model, live
-from ..models.pausing import pausing
+from ..models.pausing import has_pause, pausing
 from ..shards.layout import Layout
 from .layers import Acting, acting, layers_of
 
@@ -61,7 +61,6 @@ class Training:
         self._depth = 0
         self._busy = False
         self._closed = False
-        self._thread = threading.get_ident()
         check_trainable(model)
         for module in _tops(model, [layer for _, layer in layers_of(model)]):
             self._hooks.append(module.register_forward_pre_hook(self._enter_model, prepend=True))
@@ -170,11 +169,11 @@ class Training:
 
     def _guard(self) -> None:
         """Let what `merged` refuses go on, on the base: what saves the model, and PEFT's own merging."""
-        for module in self._model.modules():
-            inside = vars(module)
-            for name, value in list(inside.items()):
-                if getattr(value, "__name__", "") == "refuse":
-                    inside[name] = partial(self._on_base, module, name)
+        guards: list[tuple[Sequence[nn.Module], Iterable[str]]] = [*guarded(list(self._model.modules()))]
+        for modules, names in [*guards, (list(self._layers), ("merge", "unmerge"))]:
+            for module in modules:
+                inside = vars(module)
+                inside.update({n: partial(self._on_base, module, n) for n in names if inside.get(n) is refuse})
 
     def _on_base(self, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of a module once the base is back. PEFT's `unmerge` has nothing left to do then."""
@@ -270,6 +269,8 @@ def check_trainable(model: nn.Module) -> None:
     found = layers_of(model)
     if not found:
         raise InvalidInput("train_merged: the model has no LoRA layers; pass the PeftModel, not its bare base")
+    if any(has_pause(layer) for _, layer in found):
+        raise InvalidInput("this model is being trained on merged weights already: close() that training first")
     for name, layer in found:
         acting(name, layer)
 

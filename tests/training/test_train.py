@@ -185,6 +185,8 @@ def test_what_is_streamed_is_what_was_computed_with(tmp_path: Path) -> None:
         loss_of(model)
         save_merged(model, tmp_path / str(step))
         assert_base(model, before)
+    with pytest.raises(InvalidInput, match="trained on merged weights already"):
+        train_merged(model)
     training.close()
     training.close()
     with pytest.raises(InvalidInput, match="was closed"):
