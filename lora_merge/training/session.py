@@ -114,6 +114,15 @@ class Training:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let copies of the model (copy.deepcopy, torch.save) train on by PEFT's own forward."""
+        if self._merged is not None:
+            raise InvalidInput(
+                "a model that is trained on merged weights is copied or pickled: call training.pause() before, so that "
+                "the copy has the base and not merged weights"
+            )
+        return _closed, ()
+
     def __repr__(self) -> str:
         state = "closed" if self._closed else "merged" if self._merged else "paused"
         return f"<Training on merged weights: {state}, {len(self._layers)} layers, merged {self.merges} times>"
@@ -185,7 +194,7 @@ class Training:
     @torch.compiler.disable
     def _enter_model(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
-        if self._depth == 1 and not self._elsewhere():
+        if self._depth == 1 and not self._closed and not self._elsewhere():
             self.refresh()
 
     @torch.compiler.disable
@@ -198,7 +207,7 @@ class Training:
 
     def _before_layer(self, layer: nn.Module, args: Any) -> None:
         """Merge where a part of the model is called by itself, after a change that no forward of the whole has seen."""
-        if torch.compiler.is_compiling() or self._busy or self._depth or self._elsewhere():
+        if torch.compiler.is_compiling() or self._closed or self._busy or self._depth or self._elsewhere():
             return
         now = self._merged
         if now is None or list(map(_VERSION, now.adapters)) != now.versions:
@@ -227,6 +236,13 @@ class Training:
                 )
 
         return ready
+
+
+def _closed() -> Training:
+    """Return what the hooks of a copied model call: they do nothing."""
+    training = Training.__new__(Training)
+    training._closed, training._merged, training._depth, training._layers, training.merges = True, None, 0, {}, 0
+    return training
 
 
 def train_merged(model: nn.Module) -> Training:

@@ -295,6 +295,24 @@ def test_adapters_are_saved_at_any_time(tmp_path: Path) -> None:
     assert_base(model, before)
 
 
+def test_copies() -> None:
+    """Copied while weights are merged: an error that says what to do. After a pause a copy is PEFT's own model."""
+    model = MODELS["linear"]()
+    before = bits(model)
+    with train_merged(model) as training:
+        loss = loss_of(model)
+        with pytest.raises(InvalidInput, match=r"call training.pause\(\) before"):
+            copy.deepcopy(model)
+        training.pause()
+        other = copy.deepcopy(model)
+        assert_base(other, before)
+        torch.testing.assert_close(loss_of(other), loss)
+        loss_of(other).backward()
+        assert all(p.grad is not None for n, p in other.named_parameters() if "lora_" in n)
+        loss_of(model).backward()
+        assert training.merges == 2
+
+
 def test_an_error_in_a_forward_changes_nothing() -> None:
     model = MODELS["linear"]()
     before = bits(model)
