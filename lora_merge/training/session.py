@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..context import merged
 from ..errors import InvalidInput
+from ..kernels.plan import untraced
 from ..models.guards import guarded, refuse
 from ..models.live import check_model, live
 from ..models.pausing import has_pause, pausing
@@ -191,13 +192,13 @@ class Training:
 
     # Forward and backward
 
-    @torch.compiler.disable
+    @untraced
     def _enter_model(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
         if self._depth == 1 and not self._closed and not self._elsewhere():
             self.refresh()
 
-    @torch.compiler.disable
+    @untraced
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth = max(self._depth - 1, 0)
 
