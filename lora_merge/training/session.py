@@ -30,14 +30,24 @@ class _Merged(NamedTuple):
         facts: of the model's snapshot inside.
         adapters: parameters of the adapters that act.
         versions: of these.
-        weights: base parameters that hold them, and their version counters inside.
+        weights: base parameters that hold them; their version counters outside and inside.
     """
 
     facts: list[Any]
     adapters: list[Tensor]
     versions: list[int]
     weights: tuple[Tensor, ...]
+    outside: tuple[int, ...]
     inside: tuple[int, ...]
+
+    def same_bits(self, other: _Merged) -> bool:
+        """Return True if the weights hold the same bits inside both times."""
+        tensors = ([*map(id, one.adapters), *map(id, one.weights)] for one in (self, other))
+        return len({tuple(some) for some in tensors}) == 1 and (self.versions, self.outside, self.facts) == (
+            other.versions,
+            other.outside,
+            other.facts,
+        )
 
 
 class Training:
@@ -152,24 +162,22 @@ class Training:
                 self._hooks.append(layer.register_forward_pre_hook(self._before_layer, prepend=True))
                 self._hooks.append(layer.register_forward_hook(self._after_layer, with_kwargs=True))
         adapters = list({id(p): p for found in self._layers.values() for p in found.parameters}.values())
-        versions = list(map(_VERSION, adapters))
+        versions, weights = list(map(_VERSION, adapters)), tuple(_weights(self._layers))
+        outside = tuple(map(_VERSION, weights))
         block = ExitStack()
         block.enter_context(merged(self._model))
         try:
-            found = live(self._model)
-            facts = found.snapshot().facts
-            weights = tuple(_weights(self._layers))
-            inside = tuple(map(_VERSION, weights))
-            last = self._last
-            if last is not None and last.adapters == adapters and last.versions == versions and last.weights == weights:
-                # The same bits as before the pause: a backward pass of a forward from before it may go on.
-                inside = last.inside
-                torch._C._autograd._unsafe_set_version_counter(weights, inside)
+            facts, inside = live(self._model).snapshot().facts, tuple(map(_VERSION, weights))
+            now = _Merged(facts, adapters, versions, weights, outside, inside)
+            if self._last is not None and self._last.same_bits(now):
+                # A backward pass of a forward from before the pause may go on.
+                now = now._replace(inside=self._last.inside)
+                torch._C._autograd._unsafe_set_version_counter(weights, now.inside)
             self._guard()
         except BaseException:
             block.close()
             raise
-        self._block, self._merged = block, _Merged(facts, adapters, versions, weights, inside)
+        self._block, self._merged = block, now
         self.merges += 1
 
     def _leave(self) -> None:
@@ -218,9 +226,9 @@ class Training:
         """Give the adapters of a layer their gradients."""
         if self._merged is None or not torch.is_grad_enabled():
             return None
-        return self._layers[layer].attach(output, args[0] if args else next(iter(kwargs.values())), self._ready(layer))
+        return self._layers[layer].attach(output, args[0] if args else next(iter(kwargs.values())), self._ready())
 
-    def _ready(self, layer: nn.Module) -> Callable[[], None]:
+    def _ready(self) -> Callable[[], None]:
         """Return what a backward pass asks before it reads weights: that they hold what the forward computed with."""
         forward = self._merged
 

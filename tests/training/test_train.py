@@ -237,6 +237,28 @@ def test_a_backward_pass_of_other_adapters_is_refused() -> None:
             loss.backward()
 
 
+def test_what_changes_in_a_pause_between_forward_and_backward() -> None:
+    """Another scaling, another adapter of the same shapes, another base: never the weights of that forward."""
+    model = adapted(models.qwen2, target_modules=["q_proj"])
+    model.add_adapter("twin", LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj"]))
+    shake(model)
+    layers = [m for m in model.modules() if isinstance(m, LoraLayer)]
+    changes: list[Callable[[], object]] = [
+        lambda: [layer.set_scale("default", 5.0) for layer in layers],
+        lambda: model.set_adapter("twin"),
+        lambda: layers[0].base_layer.weight.mul_(2),
+    ]
+    with train_merged(model) as training:
+        for change in changes:
+            loss = loss_of(model)
+            training.pause()
+            with torch.no_grad():
+                change()
+            loss_of(model)
+            with pytest.raises((InvalidInput, RuntimeError), match=r"other adapters|modified by an inplace operation"):
+                loss.backward()
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing(reentrant: bool) -> None:
     model = MODELS["linear"]()
