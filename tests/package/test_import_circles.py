@@ -1,4 +1,4 @@
-"""Files of the package import each other one way: no circles, and few floors in `engine`."""
+"""Files of the package import each other one way: no circles. (`test_imports.py` holds the floors of `engine`.)"""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "lora_merge"
 NOT_IMPORTED = PACKAGE / "integrations" / "ms_swift" / "plugin"
 """swift puts this folder on sys.path; it is no package."""
-ENGINE_FLOORS = 8
-"""Floors of `engine`: a room (a folder, or a file beside them) stands one above the highest that it imports."""
 Graph: TypeAlias = Mapping[str, set[str]]
 
 
@@ -47,25 +45,3 @@ def test_no_files_import_each_other_in_a_circle(graph: Graph) -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
-
-
-def test_engine_has_few_floors(graph: Graph) -> None:
-    """And no circles of rooms: `push` and `worker` stand side by side."""
-    rooms: dict[str, set[str]] = {}
-    for name, others in graph.items():
-        if in_engine(name):
-            rooms.setdefault(room(name), set()).update(map(room, filter(in_engine, others)))
-    rooms = {name: others - {name} for name, others in rooms.items()}
-    floors: dict[str, int] = {}
-    for name in TopologicalSorter(rooms).static_order():
-        floors[name] = 1 + max((floors[other] for other in rooms[name]), default=0)
-    highest = max(floors, key=lambda name: floors[name])
-    assert floors[highest] <= ENGINE_FLOORS, highest
-
-
-def room(name: str) -> str:
-    return ".".join(name.split(".")[:3])
-
-
-def in_engine(name: str) -> bool:
-    return name.startswith("lora_merge.engine")
