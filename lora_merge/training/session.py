@@ -15,9 +15,9 @@ from ..context import merged
 from ..errors import InvalidInput
 from ..kernels.plan import untraced
 from ..models.guards import guarded, refuse
-from ..models.live import check_model, live
-from ..models.pausing import has_pause, pausing
-from ..shards.layout import Layout
+from ..models.live import live
+from ..models.pausing import pausing
+from .check import check_trainable, tops
 from .layers import Acting, acting, layers_of
 
 _VERSION = attrgetter("_version")
@@ -73,7 +73,7 @@ class Training:
         self._busy = False
         self._closed = False
         check_trainable(model)
-        for module in _tops(model, [layer for _, layer in layers_of(model)]):
+        for module in tops(model, [layer for _, layer in layers_of(model)]):
             self._hooks.append(module.register_forward_pre_hook(self._enter_model, prepend=True))
             self._hooks.append(module.register_forward_hook(self._leave_model, always_call=True))
         for _, layer in layers_of(model):
@@ -279,35 +279,6 @@ def train_merged(model: nn.Module) -> Training:
             at all. Nothing was changed.
     """
     return Training(model)
-
-
-def check_trainable(model: nn.Module) -> None:
-    """Raise unless the model can be trained so, before anything is changed."""
-    if check_model(model):
-        raise InvalidInput("train_merged: Megatron's layers cannot be trained on merged weights yet")
-    layout = Layout(model)
-    if not layout.plain and (layout.cut is None or not layout.cut.units):
-        raise InvalidInput(
-            "train_merged: the model is sharded by FSDP1, DeepSpeed ZeRO-3 or tensor parallelism, under which it "
-            "cannot be trained on merged weights yet: shard it with FSDP2 (fully_shard), or train it with DDP"
-        )
-    found = layers_of(model)
-    if not found:
-        raise InvalidInput("train_merged: the model has no LoRA layers; pass the PeftModel, not its bare base")
-    if any(has_pause(layer) for _, layer in found):
-        raise InvalidInput("this model is being trained on merged weights already: close() that training first")
-    for name, layer in found:
-        acting(name, layer)
-
-
-def _tops(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules that hold all adapter layers: a forward of each of them is one of the whole model."""
-    wanted = set(map(id, layers))
-    found = []
-    for module in model.modules():
-        if wanted <= set(map(id, module.modules())):
-            found.append(module)
-    return found
 
 
 def _weights(layers: dict[nn.Module, Acting]) -> Iterator[Tensor]:

@@ -6,7 +6,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ...training.session import Training, check_trainable, train_merged
+from ...training.check import check_trainable
+from ...training.session import Training, train_merged
 
 
 class TrainsMerged(TrainerCallback):
