@@ -377,7 +377,7 @@ def _by_word(elements, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 
 @triton.jit
 def _codes_at(codes, unit, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """Return pointers. Were they known to be adjacent, a thread would have four words side by side here, and single ones
+    """Return pointers. Were they known to be adjacent, a thread would have four words side by side here, and one each
     where escapes are moved, and between the two all would be exchanged at every turn."""
     word = tl.max_contiguous(tl.arange(0, TILE_M * TILE_N // 16), 1)
     return codes + unit * (TILE_M * TILE_N // 16) + word
