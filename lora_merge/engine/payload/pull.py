@@ -63,7 +63,7 @@ class PullSource(SidePayload):
     ) -> None:
         straight = {name: entry for name, entry in stream.entries.items() if name in names}
         super().__init__(stream, whole, "", straight, bucket_bytes, read=lambda factors: _readable(factors, stream))
-        self.stream, self.straight_names = stream, frozenset(straight)
+        self.stream = stream
         self.exports = ExportedMemory(_boxes(stream, straight), (), "the trainer's")
         self.exports.release()
         there = {name: self._gathered().tensors[name] for name in self.spec["there"]}

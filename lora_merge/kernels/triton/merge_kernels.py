@@ -40,7 +40,7 @@ PLACE, CODE = tl.constexpr(segments.PLACE), tl.constexpr(segments.CODE)
 ABSMAX, BLOCK = tl.constexpr(segments.ABSMAX), tl.constexpr(segments.BLOCK)
 ABSMAX_CODE, ABSMAX_SCALE = tl.constexpr(segments.ABSMAX_CODE), tl.constexpr(segments.ABSMAX_SCALE)
 ABSMAX_BLOCK, ABSMAX_OFFSET = tl.constexpr(segments.ABSMAX_BLOCK), tl.constexpr(segments.ABSMAX_OFFSET)
-CODES4, INT8 = tl.constexpr(segments.FORMATS["Codes4"]), tl.constexpr(segments.FORMATS["Int8"])
+INT8 = tl.constexpr(segments.FORMATS["Int8"])
 INT8_STEP = tl.constexpr(packed.INT8_STEP)
 UNIT_BEGIN, UNITS_ACROSS = tl.constexpr(segments.UNIT_BEGIN), tl.constexpr(segments.UNITS_ACROSS)
 
