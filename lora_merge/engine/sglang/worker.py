@@ -174,20 +174,18 @@ def flush_cache(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
 
 
 @OPERATIONS.register
-def map_memory(worker: SglangWorker, session: WorkerSession, weights: bool) -> dict[str, Any]:
+def map_memory(worker: SglangWorker, session: WorkerSession, weights: bool) -> None:
     """Map memory again that the memory saver has unmapped: the weights, or all else."""
     from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
     gone = worker.manager.offload_tags
     if tags := sorted(gone & {_WEIGHTS} if weights else gone - {_WEIGHTS}):
         worker.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
-    return {}
 
 
 @OPERATIONS.register
-def unmap_memory(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
+def unmap_memory(worker: SglangWorker, session: WorkerSession) -> None:
     """Unmap the weights again."""
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
     worker.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=[_WEIGHTS]))
-    return {}

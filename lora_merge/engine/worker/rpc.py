@@ -143,7 +143,7 @@ def _run(
         with nullcontext() if sessions is None else session.transfer(sessions):
             if still:
                 session.lease.check_still(worker.stepped())
-            answer = ops[op](worker, session, **message)
+            answer = ops[op](worker, session, **message) or {}
         if of_push:  # it may have taken long
             session.lease.hear()
     return answer
