@@ -166,11 +166,7 @@ def _bytes(n: int) -> str:
 
 
 def publish(
-    record: Record,
-    json_file: Path | None,
-    plot_file: Path | None,
-    columns: Sequence[str] = MERGE,
-    quiet: bool = False,
+    record: Record, json_file: Path | None, plot_file: Path | None, columns: Sequence[str] = MERGE, quiet: bool = False
 ) -> None:
     """Print the figures, unless told not to; write and draw them where that was asked for."""
     if not quiet:

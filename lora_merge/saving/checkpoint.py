@@ -378,10 +378,4 @@ def _pickles(folder: Path, names: list[str], index: Mapping[str, Any] | None) ->
         renamed = file.replace("pytorch_model", "model", 1).removesuffix(".bin") + ".safetensors"
         files[renamed] = tuple(inside)
     _absent(folder, tensors, index)
-    return {
-        "tensors": tensors,
-        "files": files,
-        "metadata": {"format": "pt"},
-        "index": _beside(index),
-        "_pickled": held,
-    }
+    return {"tensors": tensors, "files": files, "metadata": {"format": "pt"}, "index": _beside(index), "_pickled": held}

@@ -213,12 +213,7 @@ class _Work:
 
 
 def _pass(
-    base: Checkpoint,
-    outputs: Sequence[Output],
-    adapters: Sequence[Adapter],
-    begin: float,
-    verify: bool,
-    progress: Told,
+    base: Checkpoint, outputs: Sequence[Output], adapters: Sequence[Adapter], begin: float, verify: bool, progress: Told
 ) -> list[Saved]:
     """Read the base once, and write every output."""
     total = sum(output.writer.nbytes for output in outputs)

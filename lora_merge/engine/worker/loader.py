@@ -150,10 +150,7 @@ class Loader:
         """Note that the trainer has written tensors by itself which otherwise go through `load_weights`."""
 
     def load_layers(
-        self,
-        report: DryRunReport,
-        layers: Sequence[tuple[nn.Module, frozenset[str]]],
-        tensor: Callable[[str], Tensor],
+        self, report: DryRunReport, layers: Sequence[tuple[nn.Module, frozenset[str]]], tensor: Callable[[str], Tensor]
     ) -> None:
         """Make some of the layers again that are laid out anew after loading.
 

@@ -131,10 +131,7 @@ class Loader(loader.Loader):
         return capture, refused | unfit
 
     def load_layers(
-        self,
-        report: DryRunReport,
-        layers: Sequence[tuple[nn.Module, frozenset[str]]],
-        tensor: Callable[[str], Tensor],
+        self, report: DryRunReport, layers: Sequence[tuple[nn.Module, frozenset[str]]], tensor: Callable[[str], Tensor]
     ) -> None:
         self._reload = Reload(layers, report.touched, self.device.type, self.peers)
         done: set[str] = set()
