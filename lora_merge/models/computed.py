@@ -31,7 +31,6 @@ def check_stored(model: nn.Module, tensors: Iterable[NamedTensor]) -> None:
 
     Args:
         model: wrapped or not.
-        tensors: its parameters and buffers.
     """
     found = [(t, how) for t in tensors if (how := _computed(t))]
     if not found:

@@ -41,9 +41,6 @@ class Watch:
     """Notes what one reading of a model looks at, in its order; `again` then says whether it is all the same.
 
     It keeps no module, no tensor and no dict of theirs.
-
-    Args:
-        model: whose reading it is.
     """
 
     def __init__(self, model: nn.Module) -> None:

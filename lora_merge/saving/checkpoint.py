@@ -51,13 +51,11 @@ class Checkpoint:
     """A base in Hugging Face's layout.
 
     Args:
-        folder: of its files.
         tensors: by name.
         files: for each of its weight files, under the name that a safetensors file has for it, the names of its
             tensors, in order.
         metadata: of the safetensors files.
         index: what its index says beside the map of names; None where there is no index.
-        config: config.json.
         notes: what may be worth a look.
         packed: how weights of it are quantised that go along as they lie, in words; "" where none are.
     """

@@ -55,9 +55,7 @@ class Stored:
     """One tensor of a file.
 
     Args:
-        name: its name.
         dtype, shape: of its values.
-        file: that holds it.
         begin: first byte in the file.
     """
 

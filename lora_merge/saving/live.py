@@ -61,8 +61,7 @@ def save_merged(
         out: folder to write the checkpoint into.
         max_shard_size: largest size of one weight file, in bytes or as "5GB".
         dtype: dtype of floating-point parameters: bfloat16, float16 or float32; default: as they are.
-        rounding: as in `merge`.
-        seed: as in `merge`.
+        rounding, seed: as in `merge`.
         adapter_names: as for `MergedWeights`.
         tokenizer: anything with `save_pretrained`; default: the tokenizer's files in `base`.
         base: folder (or repository in the cache) from which tokenizer, chat templates and code are copied, tensors that

@@ -104,8 +104,7 @@ def merge_checkpoint(
         device: device on which chunks are merged.
         dtype: dtype of floating-point parameters in the result: bfloat16, float16 or float32; default: the base's; of a
             quantised one what it was quantised from, or, where codes do not say, what its config says.
-        rounding: as in `merge`.
-        seed: as in `merge`.
+        rounding, seed: as in `merge`.
         shard_size: largest size of one weight file, in bytes or as "5GB"; default: the same files as the base; of a
             quantised base 5 GB.
         tokenizer: "base" or "adapter": whose tokenizer, chat template and processor go along; default: the adapter's

@@ -179,7 +179,6 @@ class Server:
     """An engine's server: JSON in, JSON out.
 
     Args:
-        url: checked by `checked_url`.
         hint: what to check if something else answers, in words.
         example: of such a URL.
     """

@@ -161,11 +161,7 @@ class Unmoved:
 
 
 class PullBuilder:
-    """Makes a stream something that workers can pull; kept while the stream and its memory stay what they were.
-
-    Args:
-        weights: the stream.
-    """
+    """Makes a stream something that workers can pull; kept while the stream and its memory stay what they were."""
 
     def __init__(self, weights: MergedWeights) -> None:
         self._weights = weights

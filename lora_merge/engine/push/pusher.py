@@ -32,10 +32,8 @@ class Pusher:
 
     Args:
         trainer: the ranks that push, with their engines.
-        planner: decides what is sent.
         pause: what becomes of requests in flight; one of `PAUSES`.
         mode: of the first push, unless it says another.
-        rounding: of merged weights.
         healing: of dirty engines, in words.
         computing: how the trainer's model computes, as of `computing` in configs.py.
     """
@@ -292,7 +290,6 @@ class Pusher:
         these, or with one whose handle is not here.
 
         Args:
-            held: what replicas held before.
             brought, name: the state and the name that the push was to bring.
             slept: as of `EngineSequence.go_on`.
         """

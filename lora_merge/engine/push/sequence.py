@@ -139,11 +139,7 @@ class EngineSequence:
                 )
 
     def _pause_of(self, replica: Replica, switches: bool) -> str:
-        """Decide what happens to requests in flight.
-
-        Args:
-            switches: whether the mode changes.
-        """
+        """Decide what happens to requests in flight."""
         if replica.still_paused and replica.state.kind == "dirty" and self._pause != "abort":
             return "abort" if switches else "keep"
         return "wait" if switches and self._pause == "keep" else self._pause

@@ -55,7 +55,6 @@ def reload_checkpoint(worker: Any, session: WorkerSession, digest: str, update: 
 
     Args:
         digest, update: as for `adopt_checkpoint`.
-        state: that it brings.
     """
     session.abort(None)
     report, table = session.loader.examine(digest, session.tables[digest]), session.tables[digest]

@@ -36,7 +36,6 @@ def begin_full(
 
     Args:
         digest: of a table that had its dry run.
-        state: that the push brings.
         sent: whether buckets follow; else the trainer writes everything by itself.
         changed: names of the tensors that updates will change, which are merged here onto what this push brings; None
             if there will be no updates.

@@ -87,7 +87,6 @@ class Loader:
 
     Args:
         modules: of the engine's live model, LoRA wrappers and all.
-        device: of the worker.
     """
 
     def __init__(self, modules: Modules, device: torch.device) -> None:

@@ -59,11 +59,7 @@ class Worker(Protocol):
         """Return what the worker holds if its weights are in `state`: an adapter may have been evicted since."""
 
     def settle(self, session: WorkerSession, weights: bool) -> None:
-        """Remove adapters that do not belong to the weights any more; called when a push is over.
-
-        Args:
-            weights: whether it brought weights.
-        """
+        """Remove adapters that do not belong to the weights any more; called when a push is over."""
 
     def unserved(self, modules: Sequence[str]) -> list[str]:
         """Return those modules (HF names) that the worker cannot adapt."""

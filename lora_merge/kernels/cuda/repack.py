@@ -144,7 +144,6 @@ def repack(table: np.ndarray, device: torch.device, kernels: Sequence[Kernel[Any
 
     Args:
         table: packed segments.
-        device: of the tensors.
         kernels: that the table is assigned to.
     """
     dtype = products(table)

@@ -58,7 +58,6 @@ class Loader(loader.Loader):
     Args:
         modules: of the live vLLM model, LoRA wrappers and all.
         model_config: vLLM's.
-        device: of the worker.
     """
 
     def __init__(self, modules: Modules, model_config: Any, device: torch.device) -> None:
