@@ -24,7 +24,7 @@ class Shape:
     attention: bool = True
 
     def matrices(self) -> list[tuple[str, int, int]]:
-        """(name, out, in) of every linear weight that an adapter for all linear layers covers."""
+        """Return (name, out, in) of every linear weight that an adapter for all linear layers covers."""
         q, kv, h, m = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden, self.intermediate
         attention = [("q_proj", q, h), ("k_proj", kv, h), ("v_proj", kv, h), ("o_proj", h, q)] if self.attention else []
         mlp = [("gate_proj", m, h), ("up_proj", m, h), ("down_proj", h, m)]

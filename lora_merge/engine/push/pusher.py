@@ -247,7 +247,7 @@ class Pusher:
             await replica.handle.wake("weights")
 
     async def _sleep_again(self, replicas: Sequence[Replica], slept: Mapping[int, int]) -> None:
-        """After a refusal, put engines that were asleep back to sleep at their level."""
+        """Put engines that were asleep back to sleep at their level, after a refusal."""
 
         async def again(replica: Replica) -> None:
             await self._sequence.sleep_again(replica, slept[replica.index])

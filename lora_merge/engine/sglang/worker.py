@@ -133,7 +133,7 @@ def asleep(manager: Any) -> int:
 
 
 def released(manager: Any) -> None:
-    """Memory has been unmapped: weights of which no copy is kept are gone. An error stays here: it would end the
+    """Note that memory was unmapped: weights of which no copy is kept are gone. An error stays here: it would end the
     engine, and what a push notes of the weights still shows that they are others."""
     try:
         if asleep(manager) == 2 and manager.memory_saver_adapter.enabled:

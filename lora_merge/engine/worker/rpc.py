@@ -78,7 +78,7 @@ _turn = threading.RLock()
 
 
 def _renew() -> None:
-    """In a forked process: the thread that held the lock does not exist."""
+    """Make a new lock in a forked process, where the thread that held the other does not exist."""
     global _turn
     _turn = threading.RLock()
 
