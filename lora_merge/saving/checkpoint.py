@@ -19,6 +19,7 @@ from ..extras import needed
 from ..kernels.segments import FLOATS
 from ..models.peft.files import CONFIG as ADAPTER_CONFIG
 from ..models.peft.files import PICKLED as ADAPTER_PICKLED
+from ..stream.buckets import dtype_name
 from .chunks import Buffer, Rows, Take
 from .format import Stored, as_bytes, read_header, read_into
 
@@ -263,7 +264,7 @@ def _told_adapter(folder: Path) -> str:
 def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Return a config that says of another dtype, also of the model's parts (text_config) where it does."""
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-    said = {**config, **dict.fromkeys(keys, str(dtype).removeprefix("torch."))}
+    said = {**config, **dict.fromkeys(keys, dtype_name(dtype))}
     for key, part in said.items():
         if isinstance(part, dict) and ("dtype" in part or "torch_dtype" in part):
             said[key] = with_dtype(part, dtype)

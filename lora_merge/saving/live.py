@@ -19,7 +19,7 @@ from ..models.live import live
 from ..models.peft.chosen import originals
 from ..names import lineage, walk
 from ..shards.ranks import noted
-from ..stream.buckets import Meta
+from ..stream.buckets import Meta, dtype_name
 from ..stream.weights import MergedWeights
 from .adapters import untied_config
 from .checkpoint import CONFIG, Checkpoint, find
@@ -277,5 +277,5 @@ def _config(inside: Any, apart: Mapping[str, str], tensors: list[Meta]) -> dict[
             floats[wanted.dtype] = floats.get(wanted.dtype, 0) + numel
     if floats:
         key = "torch_dtype" if "torch_dtype" in said else "dtype"
-        said[key] = str(max(floats, key=lambda d: floats[d])).removeprefix("torch.")
+        said[key] = dtype_name(max(floats, key=lambda d: floats[d]))
     return said

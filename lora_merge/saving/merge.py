@@ -16,6 +16,7 @@ from ..errors import InvalidInput
 from ..kernels.checks import check_device, check_dtype
 from ..kernels.packed import Packed
 from ..kernels.plan import check_rounding
+from ..stream.buckets import dtype_name
 from .adapters import Adapter, Sum, read_adapter
 from .base import open_base
 from .checkpoint import Checkpoint, find, readable
@@ -144,7 +145,7 @@ def merge_checkpoint(
     if dtype is not None and checkpoint.packed:
         checkpoint.close()
         raise InvalidInput(
-            f"dtype={str(dtype).removeprefix('torch.')} (--dtype): {home} is quantised ({checkpoint.packed}), and what "
+            f"dtype={dtype_name(dtype)} (--dtype): {home} is quantised ({checkpoint.packed}), and what "
             "is packed there goes along as it lies: leave dtype out, which keeps that of each weight"
         )
     if size is None and isinstance(checkpoint, Decoded):

@@ -94,7 +94,7 @@ class SglangWorker:
             "world": dist.get_world_size(self.manager.tp_cpu_group),
             "launcher": False,
             "unfit": unfit(self.manager),
-            "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
+            "dtype": dtype_name(next(self.model.parameters()).dtype),
             "lora": lora and {"max_rank": lora.max_lora_rank, "dtype": dtype_name(lora.dtype)},
             "connector": "",
             "multimodal": False,
