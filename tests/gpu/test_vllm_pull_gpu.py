@@ -148,6 +148,25 @@ def weights_that_move(model: Any, llm: Any, sync: VllmSync) -> None:
     pulled(sync.push())
 
 
+def test_merged_values_beyond_float16(tmp_path: Path) -> None:
+    """A worker that merges what it reads refuses infinite results by name; the next push heals the engine."""
+    model = policy(larger, **DENSE, r=32, lora_alpha=64).half()
+    with engine(model, tmp_path / "base", processes=True, **SLEEPY | {"dtype": "float16"}) as llm:
+        sync = begun(VllmSync(model, llm))
+        pulled(sync.push())
+        factor = next(p for name, p in model.named_parameters() if "layers.1.mlp.up_proj.lora_B" in name)
+        with torch.no_grad():
+            kept = factor.clone()
+            factor.fill_(6e4)
+            with pytest.raises(PushFailed, match=r"layers\.1\.mlp\.up_proj.*up to 65504"):
+                sync.push()
+            assert sync.states()[0].kind == "dirty"
+            factor.copy_(kept)
+        sync.push()
+        assert_answers(ask(llm), model)
+        sync.close()
+
+
 def test_other_adapters(tmp_path: Path) -> None:
     """DoRA, several at a time, and a head that trains whole; and adapter mode onto a base that was read."""
     model = policy(larger, **DENSE, r=8, lora_alpha=16)
