@@ -154,14 +154,16 @@ def test_merged_values_beyond_float16(tmp_path: Path) -> None:
     with engine(model, tmp_path / "base", processes=True, **SLEEPY | {"dtype": "float16"}) as llm:
         sync = begun(VllmSync(model, llm))
         pulled(sync.push())
-        factor = next(p for name, p in model.named_parameters() if "layers.1.mlp.up_proj.lora_B" in name)
+        factors = [p for name, p in model.named_parameters() if "layers.1.mlp.up_proj.lora_" in name]
         with torch.no_grad():
-            kept = factor.clone()
-            factor.fill_(6e4)
+            kept = [factor.clone() for factor in factors]
+            for factor in factors:
+                factor.fill_(200)  # their product is 2 * 32 * 200 * 200
             with pytest.raises(PushFailed, match=r"layers\.1\.mlp\.up_proj.*up to 65504"):
                 sync.push()
             assert sync.states()[0].kind == "dirty"
-            factor.copy_(kept)
+            for factor, values in zip(factors, kept, strict=True):
+                factor.copy_(values)
         sync.push()
         assert_answers(ask(llm), model)
         sync.close()
