@@ -51,7 +51,7 @@ def spawn(
 
     With a backend that has NCCL in it, each rank has the GPU of its number."""
     with tempfile.TemporaryDirectory() as folder:  # a port could be another's by the time rank 0 listens on it
-        # Where there is a GPU a process imports all by itself, and so does one whose trainer LORA_MERGE=1 switches over.
+        # A process imports all by itself where there is a GPU, and where LORA_MERGE=1 is to switch its trainer over.
         method = "spawn" if torch.cuda.is_available() or "LORA_MERGE" in os.environ else warm.METHOD
         arguments = (world, f"{folder}/store", work, args, backend, timeout)
         mp.start_processes(_main, arguments, nprocs=world, join=True, start_method=method)

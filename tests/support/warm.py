@@ -3,7 +3,8 @@
 A process of vLLM's, or a rank of a trainer's, takes three to ten seconds of CPU to import what it needs, more than for
 what a test asks of it, and tests start hundreds. As `spawn` does, such a process gets its parent's environment, working
 folder, paths, standard output and error as they are when it starts, and imports this package and the tests itself.
-Its parent is the server, in the eyes of the kernel. A process that exits runs no `atexit` functions.
+Its parent is the server, in the eyes of the kernel: the server passes on the signal by which SGLang's processes tell
+their parent that they failed. A process that ends runs no `atexit` functions.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import io
 import multiprocessing.context
 import os
+import signal
 import sys
 from multiprocessing import forkserver, popen_forkserver, reduction, spawn, util
 from typing import Any
@@ -18,10 +20,13 @@ from unittest import mock
 
 METHOD = "warm"
 """What `multiprocessing.get_context` takes."""
+_PARENT = "LORA_MERGE_TEST_PARENT"
+"""The environment variable that tells a server whose it is."""
 _IMPORTED = (
     "first_calls", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "transformers", "peft", "accelerate",
-    "deepspeed", "sglang", "vllm", "vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.engine.async_llm",
-    "vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker",
+    "deepspeed", "sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager", "vllm.entrypoints.llm",
+    "vllm.v1.engine.core", "vllm.v1.engine.async_llm", "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
 )  # fmt: skip
 """What the server imports of what its parent has imported."""
 
@@ -37,7 +42,7 @@ class _Server(forkserver.ForkServer):
             names += [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
             self.set_forkserver_preload([__name__, *names])
         # A server has the paths of its environment alone.
-        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        with mock.patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(sys.path), _PARENT: str(os.getpid())}):
             super().ensure_running()
 
 
@@ -85,6 +90,7 @@ def _apply(environment: dict[str, str], outputs: list[Any], replaced: bool) -> N
         there = output.detach()
         os.dup2(there, number)
         os.close(there)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(environment)
     _SERVER._forkserver_address = forkserver._forkserver._forkserver_address
@@ -93,10 +99,18 @@ def _apply(environment: dict[str, str], outputs: list[Any], replaced: bool) -> N
         instead_of_spawn()
 
 
-def instead_of_spawn() -> None:
-    """Start so whatever is to be spawned from now on, in this process and those that it starts."""
-    multiprocessing.context._concrete_contexts["spawn"] = _CONTEXT
+def instead_of_spawn(warm: bool = True) -> None:
+    """Start so whatever is to be spawned from now on, in this process and those that it starts; or no more."""
+    multiprocessing.context._concrete_contexts["spawn"] = _CONTEXT if warm else _SPAWN
 
 
-_SERVER, _CONTEXT = _Server(), _Context()
+def server() -> int | None:
+    """Return the server's process id; None where this process has not begun one."""
+    return _SERVER._forkserver_pid
+
+
+_SERVER, _CONTEXT, _SPAWN = _Server(), _Context(), multiprocessing.context._concrete_contexts["spawn"]
 multiprocessing.context._concrete_contexts[METHOD] = _CONTEXT
+if _PARENT in os.environ:
+    _parent = int(os.environ[_PARENT])
+    signal.signal(signal.SIGQUIT, lambda *_: os.kill(_parent, signal.SIGQUIT))
