@@ -42,7 +42,8 @@ class _Server(forkserver.ForkServer):
             names += [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
             self.set_forkserver_preload([__name__, *names])
         # A server has the paths of its environment alone.
-        with mock.patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(sys.path), _PARENT: str(os.getpid())}):
+        instead = {"PYTHONPATH": os.pathsep.join(sys.path), _PARENT: str(os.getpid()), "LORA_MERGE": "0"}
+        with mock.patch.dict(os.environ, instead):
             super().ensure_running()
 
 
