@@ -14,6 +14,7 @@ import multiprocessing.context
 import os
 import signal
 import sys
+from importlib.util import find_spec
 from multiprocessing import forkserver, popen_forkserver, reduction, spawn, util
 from typing import Any
 from unittest import mock
@@ -38,7 +39,8 @@ class _Server(forkserver.ForkServer):
         if self._forkserver_pid is None:
             if self._forkserver_address is not None:
                 return  # of the process that started this one
-            names = [name for name in _IMPORTED if name.partition(".")[0] in sys.modules]
+            there = {*sys.modules, *(["deepspeed"] if find_spec("deepspeed") else ())}  # which ranks alone import
+            names = [name for name in _IMPORTED if name.partition(".")[0] in there]
             names += [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
             self.set_forkserver_preload([__name__, *names])
         # A server has the paths of its environment alone.
