@@ -85,10 +85,12 @@ class _AsHere:
     def __reduce__(self) -> Any:
         outputs = [reduction.DupFd(number) for number in (1, 2)]
         replaced = isinstance(multiprocessing.context._concrete_contexts["spawn"], _Context)
-        return _apply, (dict(os.environ), outputs, replaced)
+        return _apply, (dict(os.environ), outputs, os.getpgid(0), replaced)
 
 
-def _apply(environment: dict[str, str], outputs: list[Any], replaced: bool) -> None:
+def _apply(environment: dict[str, str], outputs: list[Any], group: int, replaced: bool) -> None:
+    if os.getpgid(0) != group:
+        os.setpgid(0, group)
     for number, output in enumerate(outputs, 1):
         there = output.detach()
         os.dup2(there, number)
