@@ -50,8 +50,9 @@ def engine(model: nn.Module, folder: Path, **options: Any) -> Iterator[Any]:
     from sglang.srt.utils import kill_process_tree
 
     # Of the test's own process alone: schedulers look for their engine in their parent, and a server knows one.
-    if multiprocessing.parent_process() is None and not torch.cuda.is_available():
-        warm.instead_of_spawn(sglang_cpu.BROKEN not in os.environ)  # what is to fail must not have been imported
+    own = multiprocessing.parent_process() is None and not torch.cuda.is_available()
+    warm.instead_of_spawn(own and sglang_cpu.BROKEN not in os.environ)  # what is to fail must not have been imported
+    if own:
         entry.kill_process_tree = lambda *args, **options: kill_process_tree(*args, skip_pid=warm.server(), **options)
     if not folder.exists():
         policies.save_base(model.get_base_model() if hasattr(model, "get_base_model") else model, folder)
