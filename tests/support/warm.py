@@ -14,6 +14,7 @@ import multiprocessing.context
 import os
 import signal
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from multiprocessing import forkserver, popen_forkserver, reduction, spawn, util
 from typing import Any
@@ -89,7 +90,7 @@ class _AsHere:
 
 
 def _apply(environment: dict[str, str], outputs: list[Any], group: int, replaced: bool) -> None:
-    if os.getpgid(0) != group:
+    with suppress(PermissionError):  # a parent in another session
         os.setpgid(0, group)
     for number, output in enumerate(outputs, 1):
         there = output.detach()
