@@ -15,12 +15,13 @@ from ...errors import InvalidInput, PushRefused
 from ...stream.buckets import dtype_of
 from ...stream.weights import MergedWeights
 from ..compat import TrainerRefused
+from ..computed import stream_of
 from ..metrics import Counted, metrics
 from ..options import Options
 from ..pushing import KeptSync
 from ..tied import check_tied
+from ..train import TrainsMerged
 from .release import GENERATION, OFF
-from .train import TrainsMerged
 
 QUANTISED = "bitsandbytes"
 """vLLM's name for engines that hold their weights in its codes."""
@@ -60,12 +61,14 @@ class Rollout:
         """Train on merged weights from the next `train()` on."""
         self._trains = trains
         self.trainer.add_callback(trains)
+        self.trainer.train = trains.closing(self.trainer.train)
 
     def detach(self) -> None:
         """Restore TRL's own sync, and free buffers and handles. Collective."""
         self.attached = False
         if self._trains is not None:
             self.trainer.remove_callback(self._trains)
+            vars(self.trainer).pop("train", None)
             self._trains.close()
         self.trainer._lora_merge_detached = True  # the switch leaves it alone, too
         for owner, name in ((self.generation, "sync_weights"), (self.trainer, "_generate_and_score_completions")):
@@ -218,7 +221,8 @@ class Server(Rollout):
 
     def sync_weights(self) -> None:
         if self._weights is None or self._weights.model is not self.model:
-            self._weights = MergedWeights(self.model, dtype=self.engine_dtype, rounding=self.options.rounding)
+            trained = self.options.train == "merged"
+            self._weights = stream_of(self.model, self.engine_dtype, self.options.rounding, trained)
         check_tied(self._weights, "the adapter's target_modules (--lora_target_modules)")
         # TRL would walk the stream, which merges, for names and shapes alone.
         self.generation._weight_metadata = [

@@ -15,8 +15,8 @@ from ...engine.vllm.names import BACKEND
 from ...engine.vllm.sync import VllmSync
 from ...errors import InvalidInput, LoraMergeError
 from ...stream.buckets import dtype_of
-from ...stream.weights import MergedWeights
 from ..compat import TrainerRefused, off
+from ..computed import stream_of
 from ..metrics import Counted, both_float32
 from ..options import SWITCH, Options
 from ..tied import check_tied
@@ -36,16 +36,22 @@ class Stream:
         model: what is trained, wrapped as verl wraps it; or Megatron's chunks.
         rank: of this process; the first one logs.
         dtype: of the stream, unless LORA_MERGE_DTYPE says otherwise; None: as the weights are.
+        trains: whether the engine can train on merged weights.
 
     Raises:
         InvalidInput: an environment variable that does not fit.
+
+    Attributes:
+        trained: whether the engine trains on merged weights.
     """
 
-    def __init__(self, model: Any, rank: int, dtype: torch.dtype | None = torch.bfloat16) -> None:
-        self.options = Options.from_environment()
+    def __init__(
+        self, model: Any, rank: int, dtype: torch.dtype | None = torch.bfloat16, *, trains: bool = False
+    ) -> None:
+        self.options = Options.from_environment(trains=trains)
         _refuse(self.options)
-        self.dtype = _dtype(dtype)
-        self.weights = MergedWeights(model, dtype=self.dtype, rounding=self.options.rounding)
+        self.dtype, self.trained = _dtype(dtype), self.options.train == "merged"
+        self.weights = stream_of(model, self.dtype, self.options.rounding, self.trained)
         self.report: SyncReport | None = None
         """Of the last pass that has ended."""
         self._rank, self.passes = rank, 0
