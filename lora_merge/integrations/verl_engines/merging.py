@@ -93,8 +93,8 @@ class Merging(_Engine):
         if trains_merged() and not self.engine_config.forward_only:
             raise TrainerRefused(
                 f"{SWITCH}_TRAIN=merged trains the policy of merged weights: set {FLAG} and "
-                "actor_rollout_ref.model.lora_rank, as verl's own way (lora.merge=False) serves base and adapter apart, "
-                f"which computes otherwise; or leave {SWITCH}_TRAIN out"
+                "actor_rollout_ref.model.lora_rank, as verl's own way (lora.merge=False) serves base and adapter "
+                f"apart, which computes otherwise; or leave {SWITCH}_TRAIN out"
             )
 
     def _refuse(self) -> None:
