@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import InvalidInput, PushRefused
+from ..models.pausing import being_trained
 from ..shards.ranks import Ranks
 from ..stream.buckets import BUCKET_BYTES
 from ..stream.weights import MergedWeights
@@ -148,7 +149,19 @@ class EngineSync(Pusher):
                 raise PushRefused(f"the engine holds {state}{whose}, {ours}; push() first")
 
     async def _push(self, mode: str | None, verify: bool) -> SyncReport:
-        return await super()._push(None if mode is None else _checked(mode), verify)
+        mode = self._mode if mode is None else _checked(mode)
+        if being_trained(self._weights.model):
+            _check_served(mode, self._weights.rounding)
+        return await super()._push(mode, verify)
+
+
+def _check_served(mode: str, rounding: str) -> None:
+    """Raise `InvalidInput` unless what is pushed is the policy of a model that is trained on merged weights."""
+    if (mode, rounding) != ("merged", "nearest"):
+        raise InvalidInput(
+            "train_merged(model) trains the policy that mode='merged' and rounding='nearest' serve, and this would "
+            f"serve another one: mode={mode!r}, rounding={rounding!r}. Change these, or close() the training"
+        )
 
 
 def _checked(mode: str) -> str:

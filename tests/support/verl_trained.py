@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from computed import computed
 from helpers import assert_same_bits
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
 from verl.workers.engine.fsdp import transformer_impl
 from verl_engines import engine_of
-from verl_ranks import assert_is_merge, bare, batch, float64_merge, is_base, log_probs, step, taken, whole
+from verl_ranks import assert_is_merge, batch, float64_merge, is_base, log_probs, step, taken, whole
 
 from lora_merge.errors import InvalidInput
 from lora_merge.integrations.compat import TrainerRefused
@@ -32,35 +33,6 @@ CASES: dict[str, dict[str, Any]] = {
         "enable_gradient_checkpointing": True,
     },
 }
-
-
-@contextmanager
-def computed(engine: Any, pushed: dict[str, Tensor]) -> Iterator[list[str]]:
-    """Each forward and each backward pass inside computes with what was pushed: bit for bit, layer by layer, where
-    FSDP has put the whole weights together, in the dtype that they have there.
-
-    Yields:
-        a list that gets the names of those that were looked at.
-    """
-    seen: list[str] = []
-
-    def look(name: str, layer: nn.Module) -> None:
-        weight = layer.base_layer.weight.detach()
-        assert_same_bits(weight.to(pushed[name].dtype), pushed[name], name)
-        seen.append(name)
-
-    hooks = []
-    for name, module in engine.module.named_modules():
-        if hasattr(module, "base_layer"):
-            key = bare(name).removeprefix("base_model.model.") + ".weight"
-            base = module.base_layer
-            hooks.append(base.register_forward_hook(lambda m, x, y, k=key, layer=module: look(k, layer)))
-            hooks.append(base.register_full_backward_pre_hook(lambda m, dy, k=key, layer=module: look(k, layer)))
-    try:
-        yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def on_this_machine() -> None:
@@ -84,10 +56,10 @@ def steps(engine: Any, numbers: Sequence[int]) -> dict[str, Tensor]:
     """Sync and train: what was pushed is what is computed with, until the optimizer steps; the last stream."""
     for number in numbers:
         pushed = taken(engine)
-        with computed(engine, pushed) as seen:
+        with computed(engine.module, partial(dict, pushed)) as seen:
             step(engine, number)
         layers = sum(hasattr(module, "base_layer") for module in engine.module.modules())
-        assert len(seen) >= 2 * 2 * layers, "forward and backward of two micro-batches"
+        assert seen["forward"] >= seen["backward"] == 2 * layers, "two micro-batches"
     return taken(engine)
 
 
@@ -152,7 +124,9 @@ def refused(rank: int, folder: Path) -> None:
     import lora_merge.integrations.verl  # noqa: F401
 
     for changes in ({"lora": {"merge": False}}, {"lora_rank": 0}):
-        with pytest.raises(TrainerRefused, match=r"LORA_MERGE_TRAIN=merged .*set actor_rollout_ref\.model\.lora\.merge"):
+        with pytest.raises(
+            TrainerRefused, match=r"LORA_MERGE_TRAIN=merged .*set actor_rollout_ref\.model\.lora\.merge"
+        ):
             engine_of(folder / "model", **changes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LORA_MERGE_ROUNDING", "stochastic")
