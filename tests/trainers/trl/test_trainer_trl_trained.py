@@ -82,8 +82,8 @@ def lm_stream(rollout: Any) -> Iterator[tuple[str, Tensor]]:
 
 @pytest.mark.parametrize("kind", ["beta", "bf16"])
 def test_grpo(kind: str, base: Path, trainer_of: TrainerOf, capfd: pytest.CaptureFixture[str]) -> None:
-    """The trainer computes with what is served, bit for bit: ratios stay at 1. A reference policy computes with the exact
-    base, which is back when training ends."""
+    """The trainer computes with what is served, bit for bit: ratios stay at 1. A reference policy computes with the
+    exact base, which is back when training ends."""
     changes: dict[str, Any] = {"beta": 0.1, "gradient_accumulation_steps": 2}
     if kind == "bf16":
         changes = {"model_init_kwargs": {"dtype": torch.bfloat16}, "gradient_checkpointing": True}
