@@ -66,8 +66,8 @@ class Options:
         found = os.environ if environment is None else environment
         if trains_merged(found) and not trains:
             raise InvalidInput(
-                f"{SWITCH}_TRAIN=merged is for TRL, ms-swift and verl, and not with Megatron: leave it out, or call "
-                "lora_merge.train_merged(model) in your script before training"
+                f"{SWITCH}_TRAIN=merged is for TRL, ms-swift, verl and Transformers, and not with Megatron: leave it "
+                "out, or call lora_merge.train_merged(model) in your script before training"
             )
         return cls(
             mode=found.get(f"{SWITCH}_MODE", "merged"),

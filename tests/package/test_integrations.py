@@ -24,7 +24,7 @@ TORCH = Release("PyTorch", "torch", (torch.__version__,))
 
 def test_options_come_from_the_environment() -> None:
     assert Options.from_environment({}) == Options("merged", "nearest", None, False)
-    with pytest.raises(InvalidInput, match="LORA_MERGE_TRAIN=merged is for TRL, ms-swift and verl, and not"):
+    with pytest.raises(InvalidInput, match="LORA_MERGE_TRAIN=merged is for TRL, ms-swift, verl and"):
         Options.from_environment({"LORA_MERGE_TRAIN": "merged"})
     assert Options.from_environment({"LORA_MERGE_TRAIN": "merged"}, trains=True).train == "merged"
     with pytest.raises(InvalidInput, match="train='merged' trains the policy"):
