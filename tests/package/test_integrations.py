@@ -38,7 +38,15 @@ def test_options_come_from_the_environment() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("MODE", "both"), ("ROUNDING", "up"), ("CHECK", "yes please"), ("CHECK", "2"), ("CHECK", "nan"), ("VERIFY", "2")],
+    [
+        ("MODE", "both"),
+        ("ROUNDING", "up"),
+        ("CHECK", "yes please"),
+        ("CHECK", "2"),
+        ("CHECK", "nan"),
+        ("VERIFY", "2"),
+        ("TRAIN", "base"),
+    ],
 )
 def test_a_wrong_option_names_its_variable(name: str, value: str) -> None:
     with pytest.raises(InvalidInput, match=f"LORA_MERGE_{name}"):
