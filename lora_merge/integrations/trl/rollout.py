@@ -15,7 +15,6 @@ from ...errors import InvalidInput, PushRefused
 from ...stream.buckets import dtype_of
 from ...stream.weights import MergedWeights
 from ..compat import TrainerRefused
-from ..computed import stream_of
 from ..metrics import Counted, metrics
 from ..options import Options
 from ..pushing import KeptSync
@@ -221,8 +220,7 @@ class Server(Rollout):
 
     def sync_weights(self) -> None:
         if self._weights is None or self._weights.model is not self.model:
-            trained = self.options.train == "merged"
-            self._weights = stream_of(self.model, self.engine_dtype, self.options.rounding, trained)
+            self._weights = MergedWeights(self.model, dtype=self.engine_dtype, rounding=self.options.rounding)
         check_tied(self._weights, "the adapter's target_modules (--lora_target_modules)")
         # TRL would walk the stream, which merges, for names and shapes alone.
         self.generation._weight_metadata = [

@@ -15,8 +15,8 @@ from ...engine.vllm.names import BACKEND
 from ...engine.vllm.sync import VllmSync
 from ...errors import InvalidInput, LoraMergeError
 from ...stream.buckets import dtype_of
+from ...stream.weights import MergedWeights
 from ..compat import TrainerRefused, off
-from ..computed import stream_of
 from ..metrics import Counted, both_float32
 from ..options import SWITCH, Options
 from ..tied import check_tied
@@ -40,9 +40,6 @@ class Stream:
 
     Raises:
         InvalidInput: an environment variable that does not fit.
-
-    Attributes:
-        trained: whether the engine trains on merged weights.
     """
 
     def __init__(
@@ -50,8 +47,8 @@ class Stream:
     ) -> None:
         self.options = Options.from_environment(trains=trains)
         _refuse(self.options)
-        self.dtype, self.trained = _dtype(dtype), self.options.train == "merged"
-        self.weights = stream_of(model, self.dtype, self.options.rounding, self.trained)
+        self.dtype = _dtype(dtype)
+        self.weights = MergedWeights(model, dtype=self.dtype, rounding=self.options.rounding)
         self.report: SyncReport | None = None
         """Of the last pass that has ended."""
         self._rank, self.passes = rank, 0

@@ -33,7 +33,7 @@ class Trained(Merging):
             TrainerRefused: it cannot be trained so.
         """
         super().initialize()
-        if self.merging and self.stream().trained:
+        if self.merging and self.stream().options.train == "merged":
             try:
                 self.training = train_merged(self.module)
             except (InvalidInput, UnsupportedAdapter) as error:
