@@ -55,15 +55,6 @@ def training_of(model: Any) -> Trained | None:
     return found.pop() if len(found) == 1 else None
 
 
-def being_trained(model: Any) -> bool:
-    """Return True if a model is being trained on merged weights.
-
-    Args:
-        model: a module, or a list of modules.
-    """
-    return bool(_pauses) and any(map(has_pause, _modules(model)))
-
-
 def pause(model: Any) -> None:
     """Bring the base of a model back that is being trained on merged weights, before it is read.
 

@@ -18,6 +18,7 @@ class MergedFSDP(Trained):
 
     def _offload(self) -> None:
         if self._is_offload_param:
+            self._pause()
             offload_fsdp_model_to_cpu(self.module)
 
 

@@ -16,8 +16,8 @@ from .release import RELEASE
 
 class Trained(Merging):
     """Mixed in before an engine of verl's: with LORA_MERGE_TRAIN=merged it trains on merged weights from its
-    initialisation on. The base is back for whatever else reads or moves the model: a sync, a checkpoint, offloading, a
-    reference policy (`disable_adapter`), and after an error.
+    initialisation on. A sync reads the weights as they lie. The base is back for whatever else reads or moves the
+    model: a checkpoint, offloading, a reference policy (`disable_adapter`), and after an error.
 
     Attributes:
         training: None where adapters are trained as PEFT computes.
@@ -56,10 +56,6 @@ class Trained(Merging):
             self._pause()
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
 
-    def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
-        self._pause()
-        return super().get_per_tensor_param(*args, **kwargs)
-
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         self._pause()
         super().save_checkpoint(*args, **kwargs)
@@ -77,5 +73,6 @@ class Trained(Merging):
             raise
 
     def _pause(self) -> None:
+        """Bring the base back until the next forward."""
         if self.training is not None:
             self.training.pause()
