@@ -82,3 +82,39 @@ def test_what_was_asked_for(load: Any, capsys: pytest.CaptureFixture[str]) -> No
     assert "step beside PEFT's: 0.650, asked 0.62" in printed
     assert "whole, rank 32, fp32 adapters, PEFT's forward: OutOfMemoryError: too much" in printed
     assert "missed: whole" not in printed
+
+
+def test_what_is_served_of_what_was_learnt(
+    load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """benchmarks/fidelity.py without engines: trained merged, the served bits are the trained ones, and KL is 0."""
+    fidelity = load("fidelity")
+    data, picture, again = tmp_path / "fidelity.json", tmp_path / "fidelity.png", tmp_path / "again.png"
+    run = ["fidelity.py", "--shape", "tiny", "--device", "cpu", "--pretrain", "10", "--steps", "1", "3"]
+    run += ["--work", str(tmp_path / "work"), "--json", str(data), "--plot", str(picture)]
+    monkeypatch.setattr(sys, "argv", run)
+    fidelity.main()
+    printed, record = capsys.readouterr().out, json.loads(data.read_text())
+    assert [(row["lr"], row["step"]) for row in record["rows"]] == [(1e-5, 1), (1e-5, 3), (1e-4, 1), (1e-4, 3)]
+    for row in record["rows"]:
+        assert row["merged"]["same_bits"]
+        assert row["kl"]["merged"] == 0
+        assert 0 <= row["kl"]["fp16"] < row["learnt"]
+        assert row["merged"]["loss"] == pytest.approx(row["loss"], abs=1e-4)
+    careful = record["rows"][0]
+    assert careful["kl"]["fp16"] < careful["kl"]["nearest"], "bf16 rounds most of a small update away"
+    assert "the bits served are those trained on" in printed
+    monkeypatch.setattr(sys, "argv", ["fidelity.py", "--draw", str(data), "--plot", str(again)])
+    fidelity.main()
+    assert again.read_bytes() == picture.read_bytes()
+    record["engines"] = {
+        "merged": {
+            way: {"mean": 0.03, "maximum": 0.4, "ratio_mean": 1.0} for way in ("peft, merged", "merged, merged")
+        },
+        "adapter": {"error": "part adapter ended with 1"},
+    }
+    fidelity.show(record)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "trained merged, merged pushes 0.03000" in printed
+    assert "adapter: part adapter ended with 1" in printed
+    fidelity.draw(record, again)
