@@ -282,6 +282,7 @@ STEP = PROVENANCE | {
         "trl": {"seconds": {"rollout": 3.0, "sync": 0.5, "update": 4.5}, "drift": 0.1},
         "adapter": {"error": "part adapter ended with 1"},
         "merged": {"seconds": {"rollout": 3.0, "sync": 0.02, "update": 4.5}, "drift": 0.0},
+        "trained": {"seconds": {"rollout": 3.0, "sync": 0.02, "update": 3.0}, "drift": 0.0},
     },
 }  # fmt: skip
 GRPO = PROVENANCE | {
@@ -320,7 +321,7 @@ def test_rollouts_and_steps_are_shown(
             "10,000 (100%)",
             "vLLM's LoRA path: refused, PushRefused: no LoRA",
         ],
-        "step": ["2 x a GPU", "7.520 (94%)", "LoRA path: part adapter ended with 1"],
+        "step": ["2 x a GPU", "7.520 (94%)", "6.020 (75%)", "LoRA path: part adapter ended with 1"],
         "grpo": [
             "merged by the trainer 1 0.00 0.38 1.0010 1.0010 0.125 2",
             "merged by the engine: status 1 after 0",
