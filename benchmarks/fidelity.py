@@ -428,7 +428,7 @@ def draw(record: Record, file: Path) -> None:
             some = [row for row in record["rows"] if row["lr"] == lr]
             for way, colour in colours.items():
                 values = [max(share(row, way), floor) for row in some]
-                label = f"{SERVED[way]}, lr {lr:g}"
+                label = f"{SERVED[way]}, lr {lr:.0e}"
                 ax.plot(
                     [row["step"] for row in some], values, style, color=colour, marker="o", markersize=3, label=label
                 )
@@ -442,7 +442,7 @@ def draw(record: Record, file: Path) -> None:
         ax.set_yscale("log")
         ax.set_xticks(steps, [str(step) for step in steps])
         ax.minorticks_off()
-        ax.set_ylim(floor / 2, 2)
+        ax.set_ylim(floor / 2, 300)  # room for the legend
         ax.set_yticks([1e-6, 1e-4, 1e-2, 1], ["", "0.01 %", "1 %", "100 %"])
         ax.set_xlabel("steps of LoRA", loc="left")
         ax.legend(frameon=False, fontsize=9, loc="upper right", ncols=len(lrs))
