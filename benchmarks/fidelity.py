@@ -1,7 +1,7 @@
 """What of a LoRA policy an engine serves: by rounding, by pushes, and by training on the weights that are served.
 
     python benchmarks/fidelity.py --engine --json fidelity-h200.json --plot fidelity.png    # a GPU, about four minutes
-    python benchmarks/fidelity.py --shape small --device cpu                                # minutes on two cores
+    python benchmarks/fidelity.py --shape small --device cpu                                # some minutes on two cores
     python benchmarks/fidelity.py --shape tiny --device cpu --pretrain 20 --steps 1 3       # a smoke test
 
 A Qwen2 with bytes as tokens learns the source code of Python's standard library and is rounded to bf16, as released
@@ -87,7 +87,7 @@ def _config(hidden: int, intermediate: int, layers: int, heads: int, kv: int) ->
 
 SIZES = {
     "75m": Size(_config(768, 2048, 12, 12, 4), 64, 512, 600, 16, (3, 10, 30, 100, 300), 32),
-    "small": Size(_config(192, 512, 4, 3, 1), 8, 256, 400, 4, (3, 10, 30, 100), 16),
+    "small": Size(_config(128, 384, 3, 2, 1), 8, 128, 300, 4, (3, 10, 30, 100), 16),
     "tiny": Size(_config(64, 128, 2, 2, 1), 4, 64, 60, 2, (3, 10), 4),
 }
 sync.SHAPES |= {f"bytes-{name}": size.config for name, size in SIZES.items()}
@@ -457,7 +457,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SIZES, default="75m")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--pretrain", type=int, metavar="STEPS", help="on source code; default: 600, 400 and 60")
+    parser.add_argument("--pretrain", type=int, metavar="STEPS", help="on source code; default: 600, 300 and 60")
     parser.add_argument("--steps", type=int, nargs="+", help="of LoRA, after which policies are compared")
     parser.add_argument("--lrs", type=float, nargs="+", default=[1e-5, 1e-4], help="of LoRA (default %(default)s)")
     parser.add_argument("--engine", action="store_true", help="ask real vLLM engines, too")
