@@ -16,8 +16,11 @@ in nats a token, and its share of KL(trained || base), that is of what was learn
 - `fp16`: the same for an engine in float16.
 - `merged`: of the other run: weights as its own forward reads them, beside those of `MergedWeights`.
 
+Then arithmetic: the mean |log-prob gap| between the trainer's own forward and one of transformers with the weights
+that are served, both in bf16.
+
 `--engine` starts real vLLM engines, which sample from the policy of the last step, and has the mean |log-prob gap|
-between them and the trainer, both in bf16: what arithmetic adds to this.
+between them and the trainer, both in bf16: what an engine's kernels add.
 """
 
 from __future__ import annotations
@@ -174,13 +177,15 @@ def copied(weights: MergedWeights) -> dict[str, Tensor]:
 
 
 class Judge:
-    """Compares policies by their weights, in float32 arithmetic."""
+    """Compares policies by their weights, in float32 arithmetic; and forwards in bf16."""
 
     def __init__(self, shape: str, tokens: Tensor) -> None:
         from transformers import AutoModelForCausalLM
 
+        config = sync.config_of(f"bytes-{shape}")
         with tokens.device:
-            self.model = AutoModelForCausalLM.from_config(sync.config_of(f"bytes-{shape}"), dtype=torch.float32).eval()
+            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+            self.rollout = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
         self.tokens = tokens
 
     @torch.no_grad()
@@ -189,6 +194,19 @@ class Judge:
         self.model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
         pieces = [self.model(input_ids=some, use_cache=False).logits[:, :-1] for some in self.tokens.split(8)]
         return torch.cat(pieces).flatten(0, 1).double().log_softmax(-1)
+
+    @torch.no_grad()
+    def gap(self, trainer: Any, served: dict[str, Tensor]) -> float:
+        """Mean |log-prob gap| of the next bytes, between a trainer's forward and one with the served weights."""
+        self.rollout.load_state_dict(served)
+        found = []
+        for some in self.tokens.split(8):
+            own, theirs = (
+                model(input_ids=some, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+                for model in (trainer, self.rollout)
+            )
+            found.append((own - theirs).gather(-1, some[:, 1:, None]).abs().mean())
+        return float(torch.stack(found).mean())
 
     def loss(self, logps: Tensor) -> float:
         return -float(logps.gather(1, self.tokens[:, 1:].reshape(-1, 1)).mean())
@@ -251,6 +269,7 @@ def rows(args: argparse.Namespace, size: Size, folder: Path, lr: float, judge: J
         row = plain[step] | {"lr": lr, "step": step}
         row["kl"]["merged"] = divergence(goal, judge.logps(served))
         row["merged"] = {"learnt": divergence(goal, start), "loss": judge.loss(goal), "same_bits": same}
+        row["merged"]["gap"] = judge.gap(model, served)
         yield row
     model.save_pretrained(folder.parent / "adapter")
 
@@ -272,6 +291,7 @@ def served_by(model: Any, judge: Judge) -> Record:
         "changed": changed / sum(base[name].numel() for name in adapted),
         "loss": judge.loss(goal),
         "base_loss": judge.loss(start),
+        "gap": judge.gap(model, served["nearest"]),
     }
 
 
@@ -398,6 +418,13 @@ def show(record: Record) -> None:
     other = [row for row in record["rows"] if not row["merged"]["same_bits"]]
     told = "THE ENGINE WOULD GET OTHER BITS than were trained on" if other else "the bits served are those trained on"
     out.print(f"trained merged: {told}; base: loss {record['rows'][0]['base_loss']:.4f}")
+    ours, theirs = (
+        [one["gap"] for one in some] for some in ([row["merged"] for row in record["rows"]], record["rows"])
+    )
+    out.print(
+        f"mean |log-prob gap| to the same forward with the served weights, bf16: PEFT's {min(theirs):.4f} to "
+        f"{max(theirs):.4f}, trained merged {max(ours):.4f} at most"
+    )
     found = gaps(record)
     if found:
         sheet = report.sheet_of("vLLM against the trainer", "", ["mean |log-prob gap|", "largest", "mean ratio"])
@@ -423,7 +450,7 @@ def draw(record: Record, file: Path) -> None:
     colours = {"nearest": RED, "stochastic": INK, "fp16": GREY}
     floor = 1e-6
     found = gaps(record)
-    with figure(file, 4.6 + 0.24 * len(found)) as ax:
+    with figure(file, 5.1 + 0.24 * len(found)) as ax:
         for lr, style in zip(lrs, ("-", "--", ":"), strict=False):
             some = [row for row in record["rows"] if row["lr"] == lr]
             for way, colour in colours.items():
@@ -448,6 +475,9 @@ def draw(record: Record, file: Path) -> None:
         ax.legend(frameon=False, fontsize=9, loc="upper right", ncols=len(lrs))
         ax.figure.suptitle("What was learnt and is not served", x=0.01, ha="left", fontsize=13, fontweight="bold")
         note = f"{title(record)}, {record['device_name']}."
+        note += "\nThe same forward in bf16 with the served weights, mean |log-prob gap| to the trainer: PEFT's"
+        note += f"\nforward {max(row['gap'] for row in record['rows']):.4f}, trained merged "
+        note += f"{max(row['merged']['gap'] for row in record['rows']):.4f}."
         for way in [way for way in GAPS if way in found]:
             note += f"\nvLLM's mean |log-prob gap|, {GAPS[way]}: {found[way]['mean']:.4f}"
         ax.figure.supxlabel(note, x=0.01, ha="left", fontsize=10, color="#57606a")

@@ -99,6 +99,9 @@ def test_what_is_served_of_what_was_learnt(
     for row in record["rows"]:
         assert row["merged"]["same_bits"]
         assert row["kl"]["merged"] == 0
+        assert row["merged"]["gap"] == 0 < row["gap"], (
+            "the trainer's forward is that of the served weights, bit for bit"
+        )
         assert 0 <= row["kl"]["fp16"] < row["learnt"]
         assert row["merged"]["loss"] == pytest.approx(row["loss"], abs=1e-4)
     careful = record["rows"][0]
