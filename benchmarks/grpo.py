@@ -44,7 +44,7 @@ WAYS = {
 """Way -> its name in pictures, what the example is told, and its line: curves lie on each other, the thin ones last."""
 
 
-def start(args: argparse.Namespace, name: str, seed: int, out: Path, gpu: int) -> subprocess.Popen[bytes]:
+def start(args: argparse.Namespace, name: str, seed: int, out: Path, gpu: str) -> subprocess.Popen[bytes]:
     """One run. That of the first seed goes up to the middle, and on from its checkpoint in another process."""
     half = args.steps // 2
     common = [sys.executable, str(EXAMPLE), "--out", str(out), "--device", args.device, "--dtype", args.dtype]
@@ -52,7 +52,7 @@ def start(args: argparse.Namespace, name: str, seed: int, out: Path, gpu: int) -
     parts = [[*common, "--steps", str(args.steps)]]
     if seed == 0:
         parts = [[*common, "--steps", str(half)], [*parts[0], "--resume"]]
-    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": str(gpu)} if args.device == "cuda" else {})
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if args.device == "cuda" else {})
     line = " && ".join(shlex.join(part) for part in parts)
     with out.with_suffix(".log").open("wb") as log:
         return subprocess.Popen(
@@ -73,7 +73,8 @@ def found_of(args: argparse.Namespace, out: Path, status: int) -> Record:
 def run(args: argparse.Namespace) -> Record:
     """Every way with every seed; runs that failed have an error beside their steps."""
     record = report.provenance(torch.device(args.device)) | {"steps": args.steps, "dtype": args.dtype, "ways": {}}
-    gpus = max(torch.cuda.device_count(), 1)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    gpus = visible if visible != [""] else [str(gpu) for gpu in range(max(torch.cuda.device_count(), 1))]
     waiting = [(seed, name) for seed in range(args.seeds) for name in args.ways]
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace) -> Record:
         while waiting or running:
             while waiting and len(running) < args.at_once:
                 seed, name = waiting.pop(0)
-                out, gpu = Path(folder) / f"{name}-{seed}", len(running) % gpus
+                out, gpu = Path(folder) / f"{name}-{seed}", gpus[len(running) % len(gpus)]
                 running[seed, name] = start(args, name, seed, out, gpu)
             time.sleep(0.2)
             if time.monotonic() - began > args.deadline:
