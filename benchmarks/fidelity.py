@@ -258,13 +258,13 @@ def held_out(text: Tensor) -> Tensor:
 
 def rows(args: argparse.Namespace, size: Size, folder: Path, lr: float, judge: Judge) -> Iterator[Record]:
     """One for each of `--steps`: both runs, and each way to serve."""
-    plain = {step: served_by(model, judge) for step, model in run_lora(args, size, folder, lr, merged=False)}
+    base = as_read(with_lora(folder, torch.device(args.device)))
+    start = judge.logps(base)
+    runs = run_lora(args, size, folder, lr, merged=False)
+    plain = {step: served_by(model, judge, base, start) for step, model in runs}
     for step, model in run_lora(args, size, folder, lr, merged=True):
         trained, served = as_read(model), copied(MergedWeights(model))
-        start, goal = (
-            judge.logps(as_read(model)),
-            judge.logps(trained),
-        )  # the base is back since the weights were asked for
+        goal = judge.logps(trained)
         same = trained.keys() == served.keys() and all(torch.equal(trained[name], served[name]) for name in trained)
         row = plain[step] | {"lr": lr, "step": step}
         row["kl"]["merged"] = divergence(goal, judge.logps(served))
@@ -274,10 +274,16 @@ def rows(args: argparse.Namespace, size: Size, folder: Path, lr: float, judge: J
     model.save_pretrained(folder.parent / "adapter")
 
 
-def served_by(model: Any, judge: Judge) -> Record:
-    """What a policy has learnt that trains by PEFT's forward, and what of it each way serves."""
-    base = as_read(model)
-    start, goal = judge.logps(base), judge.logps(copied(MergedWeights(model, dtype=torch.float32)))
+def served_by(model: Any, judge: Judge, base: dict[str, Tensor], start: Tensor) -> Record:
+    """What a policy has learnt that trains by PEFT's forward, and what of it each way serves.
+
+    Args:
+        model: the policy.
+        judge: what compares.
+        base: weights without the adapter.
+        start: log-probs of these.
+    """
+    goal = judge.logps(copied(MergedWeights(model, dtype=torch.float32)))
     served = {
         "nearest": copied(MergedWeights(model)),
         "stochastic": copied(MergedWeights(model, rounding="stochastic")),
