@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import compress, count
 from math import prod
@@ -38,19 +39,25 @@ _entries = count()
 _merges: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 
 
-class _Known(NamedTuple):
+@dataclass
+class _Known:
     """The merges of a model, one a device, and what they were made for.
 
     Args:
         facts: of its snapshot.
         strategy: see `merged`.
         backends: of the devices.
+        merges: those that an entry uses.
+        kept: whether they serve later entries, too: they hold no tensors of this one only.
+        others: the same once more, to come in the place of these (`MergedBlock.remerge`), once that was asked for.
     """
 
     facts: list[Any]
     strategy: str | None
     backends: dict[torch.device, kernels.Backend]
     merges: list[InPlaceMerge]
+    kept: bool
+    others: list[InPlaceMerge] | None = None
 
     def stand(self, facts: list[Any], strategy: str | None) -> bool:
         same = all(kernels.pick(device) is backend for device, backend in self.backends.items())
@@ -125,50 +132,203 @@ def merged(
     if restore != "exact":
         raise InvalidInput(f"restore must be 'exact', got {restore!r}")
     check_strategy(strategy)
-    names = check_names(adapter_names)
+    block = MergedBlock(model, adapter_names=check_names(adapter_names), strategy=strategy)
     warn_if_frozen()
-    undo = ExitStack()
     try:
-        undo.enter_context(chosen(model, names))
-        found = live(model)
+        block.enter()
+        yield model
+    finally:
+        try:
+            block.leave()
+        except BaseException:  # an interrupt may come before the first line of a function
+            block.leave()
+            raise
+
+
+class MergedBlock:
+    """What `merged` does, in steps: a block that is entered, brought to what the adapters are now, and left.
+
+        block = MergedBlock(model)
+        try:
+            block.enter()
+            ...  # train the adapters
+            if not block.remerge():
+                block.leave()
+                block = MergedBlock(model)
+                block.enter()
+        finally:
+            block.leave()
+
+    Args:
+        model, adapter_names, strategy: as of `merged`.
+    """
+
+    def __init__(
+        self, model: Any, *, adapter_names: tuple[str, ...] | None = None, strategy: str | None = None
+    ) -> None:
+        self._model, self._names, self._strategy = model, adapter_names, strategy
+        self._undo = ExitStack()
+        self._found: Live | None = None
+        self._layers: list[object] = []
+        self._weights: dict[Address, Tensor] = {}
+        self._way_back: _Restore | None = None
+        self._known: _Known | None = None
+        self._inside: list[Any] = []
+
+    def enter(self) -> None:
+        """Merge. `leave` has to follow, also where this raises, as `merged` does."""
+        undo = self._undo
+        undo.enter_context(chosen(self._model, self._names))
+        self._found = found = live(self._model)
         with found.ranks.vote("merged"):
             with Look() as left:
-                layers, deltas = found.adapters()
-                weights = found.weights(deltas)
+                self._layers, deltas = found.adapters()
+                self._weights = weights = found.weights(deltas)
                 if not isinstance(deltas, LazyList):  # else they are what was merged before
                     _check(weights, deltas)
-                undo.enter_context(merging(layers, weights, left))
+                undo.enter_context(merging(self._layers, weights, left))
             for _ in range(2):  # An interrupt may come where the stack has let go of a step but not yet begun it.
-                undo.callback(to_the_end, found.on)
-            way_back = _Restore(found, weights)
+                undo.callback(to_the_end, self._on)
+            self._way_back = way_back = _Restore(found, weights)
             undo.push(way_back)
             undo.enter_context(way_back)
             jobs = undo.enter_context(found.jobs(deltas, way_back.copy))
         undo.callback(found.reshard)
         found.reshard()  # here, where every rank does: what some have gathered and others not, no forward gathers
-        way_back.merges = _merges_for(found, bool(layers), deltas, jobs, strategy)
+        self._known = _merges_for(found, bool(self._layers), deltas, jobs, self._strategy)
+        way_back.merges = self._known.merges
+        self._run(way_back.merges, way_back.note, way_back.merge)
+
+    def leave(self) -> None:
+        """Bring the base back, bit for bit. May be called again, and is where an interrupt has ended it.
+
+        Raises:
+            NotRestored: as `merged`.
+        """
+        to_the_end(lambda: self._undo.__exit__(*sys.exc_info()))
+
+    def remerge(self, *, values: bool) -> bool:
+        """Merge the adapters as they are now in the place of those that are merged: `leave` and `enter`, bit for bit,
+        in one pass over the weights where the backend can (`TrackedPlan.remerge`). Version counters go on as by
+        another block.
+
+        It serves where the same layers change the same weights, each where it lies, and without DoRA, whose factors
+        are made of the base. From the first time on a second copy of the adapters is held. Collective over the ranks.
+
+        Args:
+            values: whether nothing but values of the adapters has changed since the block was entered, or since the
+                last time; False looks at the model.
+
+        Returns:
+            False where it does not serve, on some rank: nothing was changed.
+
+        Raises:
+            as `enter` and `leave`. The base is back then.
+        """
+        way_back, found, known = self._way_back, self._found, self._known
+        assert way_back is not None
+        assert found is not None
+        assert known is not None
+        try:
+            stands = known.kept and known.stand(known.facts, self._strategy)
+            serves = stands and not any(merge.needs_base for merge in known.merges)
+            ready = not found.ranks.any(not (serves and values and known.others is not None))
+            if not ready:
+                outside: _Outside | None = None
+                with suppress(Exception):  # `enter` says of what
+                    outside = self._outside(found) if serves else None
+                if found.ranks.any(outside is None):
+                    return False
+                assert outside is not None
+                known = self._prepare(known, outside)
+            assert self._found is not None
+            self._found.reshard()
+            assert known.others is not None
+            others = known.others
+            self._run(others, kernels.idle, lambda: way_back.remerge(others))
+            known.merges, known.others = others, known.merges
+            if known is not self._known:  # those before were made for other scalings or adapters
+                known.others = None
+                self._known = _merges[found.key] = known
+        except BaseException:
+            self.leave()
+            raise
+        return True
+
+    def _outside(self, found: Live) -> _Outside | None:
+        """Return the model as it is beside what is merged, where its adapters change the same weights in place."""
+        found.on()
+        try:
+            now = live(self._model)
+            layers, deltas = now.adapters()
+            weights = now.weights(deltas)
+            those, before = [*layers, *weights.values()], [*self._layers, *self._weights.values()]
+            if weights.keys() != self._weights.keys() or list(map(id, those)) != list(map(id, before)):
+                return None
+            with now.jobs(deltas, _no_copy) as jobs:
+                alone = all(job.source is job.destination and job.delta.magnitude is None for job in jobs)
+                return _Outside(now, deltas, list(jobs)) if alone else None
+        finally:
+            found.off()
+
+    def _prepare(self, known: _Known, outside: _Outside) -> _Known:
+        """Return what `remerge` runs: `others` are what comes in the place of what is merged."""
+        made = _made(outside.model, outside.deltas, outside.jobs, self._strategy)
+        before, self._found = self._found, outside.model
+        assert before is not None
+        assert self._way_back is not None
+        before.on()
+        self._way_back.adopt(outside.model)
+        if made.facts == known.facts:
+            known.others = made.merges
+            return known
+        return replace(made, merges=known.merges, others=made.merges)
+
+    def _on(self) -> None:
+        if self._found is not None:
+            self._found.on()
+
+    def _run(self, merges: Sequence[InPlaceMerge], first: Callable[[], object], merge: Callable[[], object]) -> None:
+        """Gather what merges read of the adapters, and merge, on every rank or on none."""
+        assert self._found is not None
         errors: list[Exception] = []
         with torch.inference_mode():
-            for merge in way_back.merges:
+            for some in merges:
                 with noted(errors):
-                    merge.gather(way_back.note)
-            with found.ranks.vote("merged"):
+                    some.gather(first)
+            with self._found.ranks.vote("merged"):
                 if errors:
                     raise errors[0]
-                way_back.merge()
-        yield model
-    finally:
-        try:
-            to_the_end(lambda: undo.__exit__(*sys.exc_info()))
-        except BaseException:  # an interrupt may come before the first line of a function
-            to_the_end(lambda: undo.__exit__(*sys.exc_info()))
-            raise
+                merge()
+
+
+class _Outside(NamedTuple):
+    """A model as it would be read outside of its block.
+
+    Args:
+        model: with its adapters read, to be switched off.
+        deltas, jobs: what its adapters add, and where.
+    """
+
+    model: Live
+    deltas: Sequence[Delta]
+    jobs: Sequence[Job]
+
+
+def _no_copy(where: Address) -> Tensor:
+    raise InvalidInput("a tied weight that has to be separated")
 
 
 def _check(weights: dict[Address, Tensor], deltas: Sequence[Delta]) -> None:
     for delta in deltas if any(weight.is_meta for weight in weights.values()) else ():
         if delta.weight.device.type == "meta":
             raise InvalidInput(f"{delta.name}: the weight is a meta tensor and holds no values; load it first")
+
+
+def _count(weights: tuple[Tensor, ...]) -> None:
+    """Set the version counters of weights to a number that they had never before."""
+    number = _FIRST_VERSION + next(_entries) % (_FIRST_VERSION // _VERSIONS) * _VERSIONS
+    torch._C._autograd._unsafe_set_version_counter(weights, (number,) * len(weights))
 
 
 class _Restore:
@@ -213,6 +373,23 @@ class _Restore:
             merge.merge(self.note, self._weights.values())
         self.note()
 
+    def adopt(self, model: Live) -> None:
+        """Go on with another reading of the model, and switch its layers off."""
+        self._model = model
+        model.off()
+
+    def remerge(self, merges: list[InPlaceMerge]) -> None:
+        """Merge these in the place of those that are merged."""
+        before, self.merges = self.merges, [*merges, *self.merges]  # either may be merged when this is ended early
+        _count(self._counted)
+        try:
+            for merge, last in zip(merges, before, strict=True):
+                merge.remerge(last, self._weights.values())
+        except NotRestored as error:  # the way back, which follows, says so
+            self._errors.append(error)
+            raise
+        self.merges = merges
+
     def note(self) -> None:
         """Note what the way back needs, and switch PEFT's layers off; the first call does it."""
         if self._noted:
@@ -227,12 +404,11 @@ class _Restore:
             weights = [weight for weight in weights if not weight.is_inference()]
         counted = tuple(weights)
         versions = tuple(map(_VERSION, counted))
-        inside = (_FIRST_VERSION + next(_entries) % (_FIRST_VERSION // _VERSIONS) * _VERSIONS,) * len(counted)
         # All or nothing, also where an interrupt comes.
         self._storages, self._places, self._found, self._sizes = storages, places, places, sizes
         self._layouts, self._owners = layouts, owners
         self._counted, self._versions = counted, versions
-        torch._C._autograd._unsafe_set_version_counter(counted, inside)
+        _count(counted)
         self._model.off()
         self._noted = True
 
@@ -347,14 +523,23 @@ class _Restore:
 
 def _merges_for(
     model: Live, adapted: bool, deltas: Sequence[Delta], jobs: Sequence[Job], strategy: str | None
-) -> list[InPlaceMerge]:
+) -> _Known:
     """Return the merges of an earlier entry if nothing that they depend on has changed on any rank, or new ones."""
     known, ranks, facts = _merges.get(model.key), model.ranks, model.snapshot().facts
     if not ranks.any(known is None or not known.stand(facts, strategy)):
         assert known is not None
-        return known.merges
+        return known
     if not ranks.any(adapted):
         raise InvalidInput("the model has no LoRA layers; pass the PeftModel, not its bare base")
+    known = _made(model, deltas, jobs, strategy)
+    if known.kept:
+        _merges[model.key] = known
+    return known
+
+
+def _made(model: Live, deltas: Sequence[Delta], jobs: Sequence[Job], strategy: str | None) -> _Known:
+    """Return merges for a model as it is. Collective over its ranks."""
+    ranks, facts = model.ranks, model.snapshot().facts
     deltas = model.everyones(deltas)
     lines = [f"strategy={strategy!r}", *(delta.describe() for delta in deltas)]
     ranks.same(lines, lambda: lines)
@@ -369,9 +554,8 @@ def _merges_for(
             )
             for device in sorted({delta.weight.device for delta in deltas}, key=str)
         }
-    if make is InPlaceMerge and all(job.source is job.destination for job in jobs):  # no tensors of this entry only
-        for merge in merges.values():
-            merge.release()  # what the model lets go of between entries (offloading, a sleep) is freed
-        backends = {device: kernels.pick(device) for device in merges}
-        _merges[model.key] = _Known(facts, strategy, backends, list(merges.values()))
-    return list(merges.values())
+    kept = make is InPlaceMerge and all(job.source is job.destination for job in jobs)
+    for merge in merges.values() if kept else ():
+        merge.release()  # what the model lets go of between entries (offloading, a sleep) is freed
+    backends = {device: kernels.pick(device) for device in merges}
+    return _Known(facts, strategy, backends, list(merges.values()), kept)

@@ -30,6 +30,7 @@ class InPlaceMerge:
 
     Attributes:
         places: names of weights and addresses of what is merged of them.
+        needs_base: whether what is merged depends on values of the base, as DoRA's factors do.
     """
 
     def __init__(self, deltas: Sequence[Delta], jobs: Sequence[Job], ranks: Ranks, device: torch.device) -> None:
@@ -42,6 +43,7 @@ class InPlaceMerge:
         self._apart = merge_plan([job for job in jobs if job.source is not job.destination], self._operands)
         self._device, self._narrow = device, any(job.source.dtype == NARROW for job in here)
         self._rows = {job.delta.name for job in here if job.delta.magnitude is not None}
+        self.needs_base = bool(self._rows)
 
     def release(self) -> None:
         """See `Plan.release`."""
@@ -64,17 +66,38 @@ class InPlaceMerge:
             InvalidInput: merged values are beyond float16.
         """
 
-        def in_place(aside: Callable[[], object] = kernels.idle) -> None:
-            self._tracked.merge(aside)
+        self._tracked.merge(aside)
+        self._replaced.merge(weights)
+        self._check(weights)
+        run_in_range(self._apart)
+
+    def remerge(self, before: InPlaceMerge, weights: Iterable[Tensor]) -> None:
+        """Merge in the place of another one of the same weights, all of them in place, that is merged.
+
+        Args:
+            before: brings back what this has not taken over, where this raises.
+            weights: as for `merge`.
+
+        Raises:
+            InvalidInput: as `merge`; NotRestored: as `unmerge`.
+        """
+        before._replaced.unmerge()
+        self._tracked.remerge(before._tracked)
+        self._replaced.merge(weights)
+        self._check(weights)
+
+    def _check(self, weights: Iterable[Tensor]) -> None:
+        """Bring the base back and raise `InvalidInput` where merged values are beyond float16."""
+
+        def in_place() -> None:
+            self._tracked.merge()
             self._replaced.merge(weights)
 
-        in_place(aside)
         if self._narrow:
             names = {place: name for name, place in self.places}
             mine = ((names.get(w.data_ptr(), "a weight"), w) for w in weights if w.device == self._device)
             results = ((name, w, name in self._rows) for name, w in mine)
             check_in_place(results, lambda: self.unmerge(kernels.idle), in_place)
-        run_in_range(self._apart)
 
     def unmerge(self, aside: Callable[[], object]) -> None:
         """Put back what was merged in place, where something was; `aside` as for `merge`."""
