@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -11,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..context import merged
+from ..context import MergedBlock
 from ..errors import InvalidInput
 from ..kernels.plan import untraced
 from ..models.guards import guarded, refuse
 from ..models.live import live
 from ..models.pausing import pausing
+from ..shards.ranks import Ranks
 from .check import check_trainable, tops
 from .layers import Acting, acting, layers_of
 
@@ -39,6 +39,10 @@ class _Merged(NamedTuple):
     weights: tuple[Tensor, ...]
     outside: tuple[int, ...]
     inside: tuple[int, ...]
+
+    def as_trained(self) -> bool:
+        """Return True if nobody has written to the adapters since."""
+        return list(map(_VERSION, self.adapters)) == self.versions
 
     def same_bits(self, other: _Merged) -> bool:
         """Return True if the weights hold the same bits inside both times."""
@@ -65,7 +69,7 @@ class Training:
         self._model = model
         self._merged: _Merged | None = None
         self._last: _Merged | None = None
-        self._block = ExitStack()
+        self._block = MergedBlock(model)
         self._hooks: list[Any] = []
         self._layers: dict[nn.Module, Acting] = {}
         self._hooked: set[int] = set()
@@ -94,10 +98,12 @@ class Training:
             return
         self._busy = True
         try:
-            if not self._stands():
-                self._leave()
-                if any(found.adapters for _, found in self._acting()):
-                    self._enter()
+            found = live(self._model)
+            # Facts are those inside: everything but values of the adapters, of which version counters tell.
+            values = self._merged is not None and found.snapshot().facts == self._merged.facts
+            stands = self._merged is not None and values and self._merged.as_trained()
+            if found.ranks.any(not stands):
+                self._merge(found.ranks, values)
         finally:
             self._busy = False
 
@@ -144,46 +150,58 @@ class Training:
         for name, layer in layers_of(self._model):
             yield layer, acting(name, layer)
 
-    def _stands(self) -> bool:
-        """Return True if the base weights hold what acts in the model now, on all ranks."""
-        now = self._merged
-        same = now is not None and list(map(_VERSION, now.adapters)) == now.versions
-        found = live(self._model)
-        if now is not None and same:
-            same = found.snapshot().facts == now.facts
-        return not found.ranks.any(not same)
+    def _merge(self, ranks: Ranks, values: bool) -> None:
+        """Merge what acts in the model now, in the place of what is merged; collective over the ranks.
 
-    def _enter(self) -> None:
-        self._layers = dict(self._acting())
-        for layer in self._layers:
+        Args:
+            values: whether nothing but values of the adapters has changed.
+        """
+        with ranks.vote("train_merged"):
+            layers = self._layers if values else dict(self._acting())
+        self._hook(layers)
+        before, now = self._merged, _merged(layers)
+        try:
+            if before is not None and self._block.remerge(values=values):
+                now = now._replace(outside=before.outside)
+            else:
+                self._leave()
+                if not any(found.adapters for found in layers.values()):
+                    return
+                self._block = MergedBlock(self._model)
+                self._block.enter()
+                before = None
+            facts = live(self._model).snapshot().facts if before is None or not values else before.facts
+            now = now._replace(facts=facts, inside=tuple(map(_VERSION, now.weights)))
+            if self._last is not None and self._last.same_bits(now):
+                # A backward pass of a forward from before the pause may go on.
+                now = now._replace(inside=self._last.inside)
+                torch._C._autograd._unsafe_set_version_counter(now.weights, now.inside)
+            self._layers, self._merged = layers, now
+            self._guard()
+        except BaseException:
+            self._leave()
+            raise
+        self.merges += 1
+
+    def _hook(self, layers: Iterable[nn.Module]) -> None:
+        """Have layers look for changes before they are called, and give adapters their gradients after."""
+        for layer in layers:
             if id(layer) not in self._hooked:
                 self._hooked.add(id(layer))
                 pausing(layer, self.pause)
                 self._hooks.append(layer.register_forward_pre_hook(self._before_layer, prepend=True))
                 self._hooks.append(layer.register_forward_hook(self._after_layer, with_kwargs=True))
-        adapters = list({id(p): p for found in self._layers.values() for p in found.parameters}.values())
-        versions, weights = list(map(_VERSION, adapters)), tuple(_weights(self._layers))
-        outside = tuple(map(_VERSION, weights))
-        block = ExitStack()
-        block.enter_context(merged(self._model))
-        try:
-            facts, inside = live(self._model).snapshot().facts, tuple(map(_VERSION, weights))
-            now = _Merged(facts, adapters, versions, weights, outside, inside)
-            if self._last is not None and self._last.same_bits(now):
-                # A backward pass of a forward from before the pause may go on.
-                now = now._replace(inside=self._last.inside)
-                torch._C._autograd._unsafe_set_version_counter(weights, now.inside)
-            self._guard()
-        except BaseException:
-            block.close()
-            raise
-        self._block, self._merged = block, now
-        self.merges += 1
 
     def _leave(self) -> None:
         if self._merged is not None:
-            self._last, self._merged = self._merged, None
-            self._block.close()
+            self._last = self._merged
+        try:
+            self._block.leave()
+        except BaseException:  # an interrupt may come before the first line of a function
+            self._block.leave()
+            raise
+        finally:
+            self._merged = None
 
     def _guard(self) -> None:
         """Let what `merged` refuses go on, on the base: what saves the model, and PEFT's own merging."""
@@ -219,7 +237,7 @@ class Training:
         if torch.compiler.is_compiling() or self._closed or self._busy or self._depth or self._elsewhere():
             return
         now = self._merged
-        if now is None or list(map(_VERSION, now.adapters)) != now.versions:
+        if now is None or not now.as_trained():
             self.refresh()
 
     def _after_layer(self, layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
@@ -236,7 +254,7 @@ class Training:
             if self._merged is forward:
                 return
             assert forward is not None
-            if list(map(_VERSION, forward.adapters)) == forward.versions and not self._closed:
+            if forward.as_trained() and not self._closed:
                 self.refresh()
             if self._merged is None or self._merged.inside != forward.inside:
                 raise InvalidInput(
@@ -245,6 +263,13 @@ class Training:
                 )
 
         return ready
+
+
+def _merged(layers: dict[nn.Module, Acting]) -> _Merged:
+    """Return what these layers are merged from now, before they are."""
+    adapters = list({id(p): p for found in layers.values() for p in found.parameters}.values())
+    weights = tuple(_weights(layers))
+    return _Merged([], adapters, list(map(_VERSION, adapters)), weights, tuple(map(_VERSION, weights)), ())
 
 
 def _closed() -> Training:
