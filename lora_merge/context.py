@@ -262,9 +262,9 @@ class MergedBlock:
             now = live(self._model)
             layers, deltas = now.adapters()
             weights = now.weights(deltas)
-            those, before = [*layers, *weights.values()], [*self._layers, *self._weights.values()]
-            if weights.keys() != self._weights.keys() or list(map(id, those)) != list(map(id, before)):
-                return None
+            there, before = [*weights, *map(id, weights.values())], [*self._weights, *map(id, self._weights.values())]
+            if there != before or set(map(id, layers)) != set(map(id, self._layers)):
+                return None  # other weights, or weights that have changed places
             with now.jobs(deltas, _no_copy) as jobs:
                 alone = all(job.source is job.destination and job.delta.magnitude is None for job in jobs)
                 return _Outside(now, deltas, list(jobs)) if alone else None

@@ -12,7 +12,8 @@ _pauses: WeakKeyDictionary[nn.Module, WeakMethod[Callable[[], object]]] = WeakKe
 
 
 def pausing(module: nn.Module, pause: Callable[[], object] | None) -> None:
-    """Note how the base of an adapter layer comes back; None: it lies there again for good."""
+    """Note how the base comes back of an adapter layer, or of a module that holds all of a model's; None: it lies there
+    again for good."""
     if pause is None:
         _pauses.pop(module, None)
     else:
@@ -32,12 +33,20 @@ def pause(model: Any) -> None:
     """
     if not _pauses:
         return
-    for found in {_pauses[module] for module in _modules(model) if module in _pauses}:
+    parts = model if isinstance(model, list | tuple) else [model]
+    for found in set(_found([part for part in parts if isinstance(part, nn.Module)])):
         if (bring_back := found()) is not None:
             bring_back()
 
 
-def _modules(model: Any) -> Iterator[nn.Module]:
-    for part in model if isinstance(model, list | tuple) else [model]:
-        if isinstance(part, nn.Module):
-            yield from part.modules()
+def _found(modules: list[nn.Module]) -> Iterator[WeakMethod[Callable[[], object]]]:
+    """Yield what is noted of modules and of those in them; nothing is looked for below one of which something is."""
+    seen = set(map(id, modules))
+    while modules:
+        module = modules.pop()
+        if has_pause(module):
+            yield _pauses[module]
+            continue
+        below = [child for child in module._modules.values() if child is not None and id(child) not in seen]
+        seen.update(map(id, below))
+        modules += below

@@ -72,12 +72,14 @@ class Training:
         self._block = MergedBlock(model)
         self._hooks: list[Any] = []
         self._layers: dict[nn.Module, Acting] = {}
+        self._guards: list[tuple[Sequence[nn.Module], Iterable[str]]] = []
         self._hooked: set[int] = set()
         self._depth = 0
         self._busy = False
         self._closed = False
         check_trainable(model)
         for module in tops(model, [layer for _, layer in layers_of(model)]):
+            pausing(module, self.pause)
             self._hooks.append(module.register_forward_pre_hook(self._enter_model, prepend=True))
             self._hooks.append(module.register_forward_hook(self._leave_model, always_call=True))
         for _, layer in layers_of(model):
@@ -122,8 +124,9 @@ class Training:
             for hook in self._hooks:
                 hook.remove()
             self._hooks.clear()
-            for _, layer in layers_of(self._model):
-                pausing(layer, None)
+            layers = [layer for _, layer in layers_of(self._model)]
+            for module in [*tops(self._model, layers), *layers]:
+                pausing(module, None)
 
     def __enter__(self) -> Training:
         return self
@@ -177,7 +180,7 @@ class Training:
                 now = now._replace(inside=self._last.inside)
                 torch._C._autograd._unsafe_set_version_counter(now.weights, now.inside)
             self._layers, self._merged = layers, now
-            self._guard()
+            self._guard(values)
         except BaseException:
             self._leave()
             raise
@@ -203,10 +206,11 @@ class Training:
         finally:
             self._merged = None
 
-    def _guard(self) -> None:
+    def _guard(self, values: bool) -> None:
         """Let what `merged` refuses go on, on the base: what saves the model, and PEFT's own merging."""
-        guards: list[tuple[Sequence[nn.Module], Iterable[str]]] = [*guarded(list(self._model.modules()))]
-        for modules, names in [*guards, (list(self._layers), ("merge", "unmerge"))]:
+        if not values:
+            self._guards = [*guarded(list(self._model.modules())), (list(self._layers), ("merge", "unmerge"))]
+        for modules, names in self._guards:
             for module in modules:
                 inside = vars(module)
                 inside.update({n: partial(self._on_base, module, n) for n in names if inside.get(n) is refuse})
