@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..context import MergedBlock
 from ..errors import InvalidInput
 from ..kernels.plan import untraced
+from ..merged_block import MergedBlock
 from ..models.guards import guarded, refuse
 from ..models.live import live
 from ..models.pausing import pausing

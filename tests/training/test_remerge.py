@@ -20,9 +20,9 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from lora_merge import InvalidInput, MergedWeights, NotRestored, merged, train_merged
-from lora_merge.context import MergedBlock
 from lora_merge.kernels import cpu
 from lora_merge.kernels.tracked.plan import TrackedPlan
+from lora_merge.merged_block import MergedBlock
 from tests.training.test_train import LINEARS, adapted, assert_base, bits, loss_of, shake, two_adapters
 
 TRAINED: dict[str, Callable[[], PeftModel]] = {
