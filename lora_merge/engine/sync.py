@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import InvalidInput, PushRefused
+from ..models.pausing import serve
 from ..shards.ranks import Ranks
 from ..stream.buckets import BUCKET_BYTES
 from ..stream.weights import MergedWeights
@@ -148,7 +149,12 @@ class EngineSync(Pusher):
                 raise PushRefused(f"the engine holds {state}{whose}, {ours}; push() first")
 
     async def _push(self, mode: str | None, verify: bool) -> SyncReport:
-        return await super()._push(None if mode is None else _checked(mode), verify)
+        if (self._mode if mode is None else mode) == "merged":
+            serve(self._weights.model, self._rounding)
+        report = await super()._push(None if mode is None else _checked(mode), verify)
+        if report.mode == "merged" and self._rounding == "stochastic":
+            serve(self._weights.model, self._rounding, report.version)  # as of `TransferRun`
+        return report
 
 
 def _checked(mode: str) -> str:

@@ -24,6 +24,7 @@ from ..models.claims import Look, check_base, check_readable
 from ..models.conversion import Conversion
 from ..models.live import Live, check_model, live
 from ..models.part import Part
+from ..models.pausing import serve
 from ..models.peft.chosen import check_names, chosen
 from ..models.snapshot import Snapshot
 from ..shards import Shard, cut
@@ -115,6 +116,8 @@ class MergedWeights:
         """dtypes of single tensors, by name, before `dtype`."""
         self.left_out: frozenset[str] = frozenset()
         """Names of tensors that are not streamed, for engines that hold no such part of the model."""
+        self.serves = adapters and self.adapter_names is None
+        """Whether passes are what is served: a model that is trained on merged weights is told of each."""
         self._passes = count(1)
         self._opening = threading.RLock()
         """One thread at a time reads the model: under `adapter_names` that changes which adapters act."""
@@ -244,9 +247,10 @@ class MergedWeights:
 
     def _run(self, seed: int | None) -> dict[str, Any]:
         number = next(self._passes)
-        if self.rounding == "nearest":
-            return {"rounding": "nearest"}
-        return {"rounding": "stochastic", "seed": number if seed is None else seed}
+        drawn = None if self.rounding == "nearest" else number if seed is None else seed
+        if self.serves:
+            serve(self.model, self.rounding, drawn)
+        return {"rounding": self.rounding, "seed": drawn}
 
     def _read(self, model: Live) -> tuple[Source, Any]:
         """Return what the stream is made from, and a key of all that reading depends on: it changes whenever a plan

@@ -31,6 +31,7 @@ class _Merged(NamedTuple):
         adapters: parameters of the adapters that act.
         versions: of these.
         weights: base parameters that hold them; their version counters outside and inside.
+        seed: that their rounding was drawn with.
     """
 
     facts: list[Any]
@@ -39,6 +40,7 @@ class _Merged(NamedTuple):
     weights: tuple[Tensor, ...]
     outside: tuple[int, ...]
     inside: tuple[int, ...]
+    seed: int | None
 
     def as_trained(self) -> bool:
         """Return True if nobody has written to the adapters since."""
@@ -47,9 +49,10 @@ class _Merged(NamedTuple):
     def same_bits(self, other: _Merged) -> bool:
         """Return True if the weights hold the same bits inside both times."""
         tensors = ([*map(id, one.adapters), *map(id, one.weights)] for one in (self, other))
-        return len({tuple(some) for some in tensors}) == 1 and (self.versions, self.outside, self.facts) == (
+        return len({tuple(some) for some in tensors}) == 1 and (self.versions, self.outside, self.seed, self.facts) == (
             other.versions,
             other.outside,
+            other.seed,
             other.facts,
         )
 
@@ -64,12 +67,13 @@ class Training:
         merges: how often the adapters were merged since the beginning.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, rounding: str = "nearest") -> None:
         self.merges = 0
-        self._model = model
+        self._model, self._rounding = model, rounding
+        self._served: tuple[int, Any] = 0, None
         self._merged: _Merged | None = None
         self._last: _Merged | None = None
-        self._block = MergedBlock(model)
+        self._block = MergedBlock(model, rounding=rounding)
         self._hooks: list[Any] = []
         self._layers: dict[nn.Module, Acting] = {}
         self._guards: list[tuple[Sequence[nn.Module], Iterable[str]]] = []
@@ -77,13 +81,13 @@ class Training:
         self._depth = 0
         self._busy = False
         self._closed = False
-        check_trainable(model)
+        check_trainable(model, rounding)
         for module in tops(model, [layer for _, layer in layers_of(model)]):
-            pausing(module, self.pause)
+            pausing(module, self)
             self._hooks.append(module.register_forward_pre_hook(self._enter_model, prepend=True))
             self._hooks.append(module.register_forward_hook(self._leave_model, always_call=True))
         for _, layer in layers_of(model):
-            pausing(layer, self.pause)
+            pausing(layer, self)
 
     # What users call
 
@@ -114,6 +118,37 @@ class Training:
         reads it in this package, and what PEFT saves or changes, does so by itself."""
         if not self._busy:
             self._leave()
+
+    def serve(self, rounding: str, seed: int | None = None) -> None:
+        """Draw with the seed of what is served from here on, as long as the adapters are as they are now. Pushes and
+        streams say so by themselves; call it where something else serves the model.
+
+        Args:
+            rounding: of what is served.
+            seed: of what is served of the adapters as they are now, that is the version of a push or the number of a
+                pass; None where that comes later.
+
+        Raises:
+            InvalidInput: `rounding` is not what the model is trained with.
+        """
+        if self._closed:
+            return
+        if rounding != self._rounding:
+            raise InvalidInput(
+                f"rounding={rounding!r} for a model that is trained on merged weights with "
+                f"rounding={self._rounding!r}: what is served would not be what is trained; pass one rounding to "
+                "train_merged and to what pushes or streams"
+            )
+        if seed is not None:
+            self._leave()
+            self._served = seed, _drawn_of(dict(self._acting()))
+
+    def _seed(self, layers: dict[nn.Module, Acting], ranks: Ranks) -> int | None:
+        """Return the seed to draw with: what was served of these adapters has it, else what will be served next."""
+        if self._rounding == "nearest":
+            return None
+        seed, of = self._served
+        return seed + int(ranks.any(of != _drawn_of(layers)))
 
     def close(self) -> None:
         """Bring the base back bit for bit, and let PEFT's own forward train from here on. May be called again."""
@@ -162,7 +197,8 @@ class Training:
         with ranks.vote("train_merged"):
             layers = self._layers if values else dict(self._acting())
         self._hook(layers)
-        before, now = self._merged, _merged(layers)
+        before, now = self._merged, _merged(layers)._replace(seed=self._seed(layers, ranks))
+        self._block.seed = now.seed
         try:
             if before is not None and self._block.remerge(values=values):
                 now = now._replace(outside=before.outside)
@@ -170,7 +206,8 @@ class Training:
                 self._leave()
                 if not any(found.adapters for found in layers.values()):
                     return
-                self._block = MergedBlock(self._model)
+                self._block = MergedBlock(self._model, rounding=self._rounding)
+                self._block.seed = now.seed
                 self._block.enter()
                 before = None
             facts = live(self._model).snapshot().facts if before is None or not values else before.facts
@@ -191,7 +228,7 @@ class Training:
         for layer in layers:
             if id(layer) not in self._hooked:
                 self._hooked.add(id(layer))
-                pausing(layer, self.pause)
+                pausing(layer, self)
                 self._hooks.append(layer.register_forward_pre_hook(self._before_layer, prepend=True))
                 self._hooks.append(layer.register_forward_hook(self._after_layer, with_kwargs=True))
 
@@ -273,7 +310,13 @@ def _merged(layers: dict[nn.Module, Acting]) -> _Merged:
     """Return what these layers are merged from now, before they are."""
     adapters = list({id(p): p for found in layers.values() for p in found.parameters}.values())
     weights = tuple(_weights(layers))
-    return _Merged([], adapters, list(map(_VERSION, adapters)), weights, tuple(map(_VERSION, weights)), ())
+    return _Merged([], adapters, list(map(_VERSION, adapters)), weights, tuple(map(_VERSION, weights)), (), None)
+
+
+def _drawn_of(layers: dict[nn.Module, Acting]) -> list[Any]:
+    """Return what tells one state of the adapters from another."""
+    facts: list[Any] = [(id(layer), found.adapters, found.scalings) for layer, found in layers.items()]
+    return [*facts, *((id(p), p._version) for found in layers.values() for p in found.parameters)]
 
 
 def _closed() -> Training:
@@ -283,7 +326,7 @@ def _closed() -> Training:
     return training
 
 
-def train_merged(model: nn.Module) -> Training:
+def train_merged(model: nn.Module, *, rounding: str = "nearest") -> Training:
     """Train on the merged weights from here on: forward and backward compute with the bits that are served.
 
         training = lora_merge.train_merged(model)    # after get_peft_model, fully_shard, DDP
@@ -300,14 +343,18 @@ def train_merged(model: nn.Module) -> Training:
 
     Args:
         model: a PEFT model with LoRA on Linear, Embedding or Conv layers; plain, under DDP or under FSDP2.
+        rounding: "nearest", or "stochastic", which keeps updates below half a step on average. What pushes or streams
+            the model needs the same one. The draw is that of what was served last as long as the adapters are as they
+            were then (a push draws with its version, a pass of `MergedWeights` with its number), else that of the next
+            number: what will be served. It takes several passes over the weights, see docs/training.md.
 
     Raises:
-        InvalidInput: `lora_dropout` above 0 (a weight cannot express it), no LoRA layers, or a layout that cannot be
-            trained so.
+        InvalidInput: float32 weights with rounding="stochastic", which rounds none of theirs; `lora_dropout` above 0 (a
+            weight cannot express it); no LoRA layers; or a layout that cannot be trained so.
         UnsupportedAdapter: an adapter that cannot be trained so (DoRA, fused experts, trainable tokens), or not merged
             at all. Nothing was changed.
     """
-    return Training(model)
+    return Training(model, rounding)
 
 
 def _weights(layers: dict[nn.Module, Acting]) -> Iterator[Tensor]:
