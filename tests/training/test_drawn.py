@@ -19,7 +19,9 @@ from processes import spawn
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from lora_merge import InvalidInput, MergedWeights, Plan, Segment, save_merged, train_merged
+from lora_merge import InvalidInput, MergedWeights, Plan, PushRefused, Segment, SglangSync, save_merged, train_merged
+from lora_merge.engine.push.pusher import Pusher
+from lora_merge.engine.push.replica import SyncReport
 from lora_merge.restore import TrackedPlan
 from tests.training.test_train import LINEARS, adapted, assert_base, bits, loss_of, shake
 from tests.training.test_train_ranks import whole
@@ -136,6 +138,43 @@ def test_another_rounding_is_refused(tmp_path: Path) -> None:
             list(MergedWeights(model, rounding=streamed))
         training.close()
         list(MergedWeights(model, rounding=streamed))
+
+
+def test_a_push_has_the_draw_of_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer's forwards after push 5 draw with 5, and with 6 once the adapters have changed. One that fails, or of
+    an adapter alone, tells nothing; another rounding is refused before an engine is asked."""
+    model = DRAWN["bfloat16"]()
+    alone, versions = copy.deepcopy(model), iter([5, 6])
+
+    async def pushed(self: Any, mode: str | None, verify: bool) -> SyncReport:
+        return SyncReport(next(versions), mode or "merged")
+
+    def wanted(seed: int) -> dict[str, Tensor]:
+        alone.load_state_dict({n: t for n, t in bits(model).items() if "lora_" in n}, strict=False)
+        weights = MergedWeights(alone, rounding="stochastic")
+        return {n: t.clone() for bucket in weights.buckets(seed=seed) for n, t in bucket.tensors()}
+
+    with train_merged(model, rounding="stochastic") as training:
+        with pytest.raises(InvalidInput, match="rounding='nearest' for a model that is trained"):
+            SglangSync(model, "http://127.0.0.1:9").push()
+        sync = SglangSync(model, "http://127.0.0.1:9", rounding="stochastic", merge="trainer")
+        training.refresh()
+        assert_streamed(held(model), wanted(1))
+        with pytest.raises(PushRefused):
+            sync.push()
+        training.refresh()
+        assert_streamed(held(model), wanted(1))
+        monkeypatch.setattr(Pusher, "_push", pushed)
+        for version in (5, 6):
+            sync.push()
+            training.refresh()
+            assert_streamed(held(model), wanted(version))
+            shake(model)
+            training.refresh()
+            assert_streamed(held(model), wanted(version + 1))
+        training.serve("stochastic", 40)
+        training.refresh()
+        assert_streamed(held(model), wanted(40))
 
 
 def test_refused() -> None:
