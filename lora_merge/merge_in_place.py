@@ -30,18 +30,33 @@ class InPlaceMerge:
 
     Attributes:
         places: names of weights and addresses of what is merged of them.
+        needs_base: whether what is merged depends on values of the base, as DoRA's factors do.
+        seed: that the next merge draws with; None: it rounds to nearest.
+
+    Args:
+        rounding: as of `Plan.run`.
     """
 
-    def __init__(self, deltas: Sequence[Delta], jobs: Sequence[Job], ranks: Ranks, device: torch.device) -> None:
+    def __init__(
+        self,
+        deltas: Sequence[Delta],
+        jobs: Sequence[Job],
+        ranks: Ranks,
+        device: torch.device,
+        rounding: str = "nearest",
+    ) -> None:
+        self.seed: int | None = None
+        self._rounding = rounding
         self._operands = Operands([Turn(deltas, jobs)], ranks, device, private=True)
         here = [job for job in jobs if job.source is job.destination]
         self.places = [(job.delta.name, job.source.data_ptr()) for job in jobs]
         segments = [segment for job in here for segment in self._operands.segments(job)]
-        self._tracked = TrackedPlan([segment for segment in segments if segment.rank])
+        self._tracked = TrackedPlan([segment for segment in segments if segment.rank], rounding=rounding)
         self._replaced = ReplacedRows([segment for segment in segments if not segment.rank])
         self._apart = merge_plan([job for job in jobs if job.source is not job.destination], self._operands)
         self._device, self._narrow = device, any(job.source.dtype == NARROW for job in here)
         self._rows = {job.delta.name for job in here if job.delta.magnitude is not None}
+        self.needs_base = bool(self._rows)
 
     def release(self) -> None:
         """See `Plan.release`."""
@@ -64,17 +79,40 @@ class InPlaceMerge:
             InvalidInput: merged values are beyond float16.
         """
 
-        def in_place(aside: Callable[[], object] = kernels.idle) -> None:
-            self._tracked.merge(aside)
+        self._tracked.seed = self.seed
+        self._tracked.merge(aside)
+        self._replaced.merge(weights)
+        self._check(weights)
+        run_in_range(self._apart, {"rounding": self._rounding, "seed": self.seed})
+
+    def remerge(self, before: InPlaceMerge, weights: Iterable[Tensor]) -> None:
+        """Merge in the place of another one of the same weights, all of them in place, that is merged.
+
+        Args:
+            before: brings back what this has not taken over, where this raises.
+            weights: as for `merge`.
+
+        Raises:
+            InvalidInput: as `merge`; NotRestored: as `unmerge`.
+        """
+        before._replaced.unmerge()
+        self._tracked.seed = self.seed
+        self._tracked.remerge(before._tracked)
+        self._replaced.merge(weights)
+        self._check(weights)
+
+    def _check(self, weights: Iterable[Tensor]) -> None:
+        """Bring the base back and raise `InvalidInput` where merged values are beyond float16."""
+
+        def in_place() -> None:
+            self._tracked.merge()
             self._replaced.merge(weights)
 
-        in_place(aside)
         if self._narrow:
             names = {place: name for name, place in self.places}
             mine = ((names.get(w.data_ptr(), "a weight"), w) for w in weights if w.device == self._device)
             results = ((name, w, name in self._rows) for name, w in mine)
             check_in_place(results, lambda: self.unmerge(kernels.idle), in_place)
-        run_in_range(self._apart)
 
     def unmerge(self, aside: Callable[[], object]) -> None:
         """Put back what was merged in place, where something was; `aside` as for `merge`."""
@@ -94,7 +132,14 @@ class InPlaceMerge:
 class UnshardedMerge(InPlaceMerge):
     """Whole weights, a bucket of them at a time: gathered, merged, and each rank keeps what is its own."""
 
-    def __init__(self, deltas: Sequence[Delta], jobs: Sequence[Job], ranks: Ranks, device: torch.device) -> None:
+    def __init__(
+        self,
+        deltas: Sequence[Delta],
+        jobs: Sequence[Job],
+        ranks: Ranks,
+        device: torch.device,
+        rounding: str = "nearest",
+    ) -> None:
         self._operands = Operands([Turn(deltas, everything={delta.name for delta in deltas})], ranks, device)
         self._deltas, self._jobs, self._ranks, self._device = deltas, jobs, ranks, device
         self.places = [(job.delta.name, job.source.data_ptr()) for job in jobs]

@@ -50,10 +50,10 @@ class Options:
                 )
         if self.check is not None and not 0 < self.check < 1:
             raise InvalidInput(f"check must lie between 0 and 1, got {self.check} (or {SWITCH}_CHECK)")
-        if self.train == "merged" and (self.mode, self.rounding) != ("merged", "nearest"):
+        if self.train == "merged" and self.mode != "merged":
             raise InvalidInput(
-                "train='merged' trains the policy that mode='merged' and rounding='nearest' serve, got "
-                f"mode={self.mode!r}, rounding={self.rounding!r} ({SWITCH}_TRAIN, {SWITCH}_MODE, {SWITCH}_ROUNDING)"
+                "train='merged' trains the policy that mode='merged' serves, got "
+                f"mode={self.mode!r} ({SWITCH}_TRAIN, {SWITCH}_MODE)"
             )
 
     @classmethod

@@ -20,13 +20,15 @@ class TrainsMerged(TrainerCallback):
 
     Args:
         model: the trainer's, as it was made.
+        rounding: of merged weights.
 
     Raises:
         InvalidInput, UnsupportedAdapter: it cannot be trained so; nothing was changed.
     """
 
-    def __init__(self, model: Any) -> None:
-        check_trainable(model)
+    def __init__(self, model: Any, rounding: str = "nearest") -> None:
+        check_trainable(model, rounding)
+        self._rounding = rounding
         self.training: Training | None = None
 
     def closing(self, train: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,7 +46,7 @@ class TrainsMerged(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Begin."""
         self.close()
-        self.training = train_merged(model)
+        self.training = train_merged(model, rounding=self._rounding)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Bring the base back for a checkpoint, whose writers may ask for a `state_dict` of the whole model."""

@@ -91,7 +91,7 @@ def attach(trainer: Trainer, engine: Any, *, every: int = 1, options: Options | 
         raise InvalidInput("this trainer pushes already: give one attach() a list of engines")
     options = Options.from_environment(trains=True) if options is None else options
     pusher = Pusher(engine, every, options, trainer="this trainer", log=_log, trains=True)
-    trains = TrainsMerged(trainer.model) if options.train == "merged" else None
+    trains = TrainsMerged(trainer.model, options.rounding) if options.train == "merged" else None
     callback = PushCallback(trainer, pusher)
     trainer.add_callback(callback)
     if trains is not None:

@@ -113,11 +113,15 @@ def let_read(layers: Iterable[object], reader: object) -> None:
                 _merged[claim] = inside._replace(reader=reader)
 
 
-def check_unread(weights: Iterable[Tensor]) -> None:
-    """Raise `InvalidInput` while a stream reads the memory of some of these weights, which are to change."""
+def is_read(weights: Sequence[Tensor]) -> bool:
+    """Return True while a stream reads the memory of some of these weights."""
     with _lock:
-        read = any(_meet(held, weights) for held in _read.values())
-    if read:
+        return any(_meet(held, weights) for held in _read.values())
+
+
+def check_unread(weights: Sequence[Tensor]) -> None:
+    """Raise `InvalidInput` while a stream reads the memory of some of these weights, which are to change."""
+    if is_read(weights):
         raise InvalidInput(
             "a stream of these weights (MergedWeights, VllmSync) is under way, and they are to change: finish its "
             "iteration, or close it, before the model computes with other adapters or its base is read"

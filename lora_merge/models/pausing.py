@@ -26,32 +26,30 @@ class Trained(Protocol):
         """Bring the base back."""
 
     def hold(self) -> bool:
-        """Merge the adapters that act now, where the base weights do not hold them; return False where none acts."""
+        """Merge the adapters as they are now; return False where none acts."""
 
 
 _trained: WeakKeyDictionary[nn.Module, ref[Trained]] = WeakKeyDictionary()
-"""By adapter layer. A training holds the model, not the model its training."""
+"""By adapter layer, and by module that holds all of a model's. A training holds the model; it is not held by it."""
 
 
-def note_training(layer: nn.Module, training: Trained | None) -> None:
-    """Note which training the base of an adapter layer holds adapters for; None: for none any more."""
+def note_training(module: nn.Module, training: Trained | None) -> None:
+    """Note which training the base of an adapter layer, or of all those in a module, holds adapters for; None: for none
+    any more."""
     if training is None:
-        _trained.pop(layer, None)
+        _trained.pop(module, None)
     else:
-        _trained[layer] = ref(training)
+        _trained[module] = ref(training)
 
 
-def is_trained(layer: nn.Module) -> bool:
-    """Return True if the base of an adapter layer may hold adapters for a training."""
-    return layer in _trained and _trained[layer]() is not None
+def is_trained(module: nn.Module) -> bool:
+    """Return True if a training is noted of an adapter layer, or of a module that holds all of a model's."""
+    return module in _trained and _trained[module]() is not None
 
 
 def training_of(model: Any) -> Trained | None:
     """Return the training to which all adapter layers of a model belong; None where there is no such one."""
-    if not _trained:
-        return None
-    layers = (module for module in _modules(model) if _TUNER_LAYER in lineage(type(module)))
-    found = {_trained[layer]() if layer in _trained else None for layer in layers}
+    found = set(_trainings(model)) if _trained else set()
     return found.pop() if len(found) == 1 else None
 
 
@@ -63,12 +61,23 @@ def pause(model: Any) -> None:
     """
     if not _trained:
         return
-    for found in {_trained[module] for module in _modules(model) if module in _trained}:
-        if (training := found()) is not None:
+    for training in set(_trainings(model)):
+        if training is not None:
             training.pause()
 
 
-def _modules(model: Any) -> Iterator[nn.Module]:
-    for part in model if isinstance(model, list | tuple) else [model]:
-        if isinstance(part, nn.Module):
-            yield from part.modules()
+def _trainings(model: Any) -> Iterator[Trained | None]:
+    """Yield the training of each module of which one is noted, and None for each other adapter layer. Nothing is looked
+    for below one of which something is noted."""
+    modules = [part for part in (model if isinstance(model, list | tuple) else [model]) if isinstance(part, nn.Module)]
+    seen = set(map(id, modules))
+    while modules:
+        module = modules.pop()
+        if is_trained(module):
+            yield _trained[module]()
+            continue
+        if _TUNER_LAYER in lineage(type(module)):
+            yield None
+        below = [child for child in module._modules.values() if child is not None and id(child) not in seen]
+        seen.update(map(id, below))
+        modules += below

@@ -165,11 +165,15 @@ class MergedWeights:
 
     def _live(self, as_it_lies: bool) -> Live:
         """Return the model as it is now."""
-        if as_it_lies:  # if that is what this stream is to have
-            training = training_of(self.model)
-            plain = self.adapters and self.adapter_names is None and self.strategy is None
-            as_it_lies = plain and training is not None and training.rounding == self.rounding
-        return live(self.model, as_it_lies=as_it_lies)
+        as_it_lies = as_it_lies and self.adapters and self.adapter_names is None
+        training = training_of(self.model) if as_it_lies else None
+        if training is not None and training.rounding != self.rounding:
+            raise InvalidInput(
+                f"rounding={self.rounding!r} for a model that is trained on merged weights with "
+                f"rounding={training.rounding!r}: what is served would not be what is trained; pass one rounding to "
+                "train_merged and to what pushes or streams"
+            )
+        return live(self.model, as_it_lies=as_it_lies and self.strategy is None)
 
     def _read_writer(self, whole: bool) -> tuple[BucketWriter, Source]:
         with chosen(self.model, self.adapter_names):

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from ..errors import InvalidInput
+from ..kernels.plan import ROUNDINGS
 from ..models.live import check_model
 from ..models.pausing import is_trained
+from ..names import innermost
 from ..shards.layout import Layout
 from .layers import acting, layers_of
 
 
-def check_trainable(model: nn.Module) -> None:
+def check_trainable(model: nn.Module, rounding: str = "nearest") -> None:
     """Raise unless the model can be trained so, before anything is changed."""
+    if rounding not in ROUNDINGS:
+        raise InvalidInput(f"train_merged: rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
     if check_model(model):
         raise InvalidInput("train_merged: Megatron's layers cannot be trained on merged weights yet")
     layout = Layout(model)
@@ -30,6 +35,12 @@ def check_trainable(model: nn.Module) -> None:
         raise InvalidInput("this model is being trained on merged weights already: close() that training first")
     for name, layer in found:
         acting(name, layer)
+        weight = innermost(layer).weight
+        if rounding == "stochastic" and weight.dtype == torch.float32:
+            raise InvalidInput(
+                f"{name}.weight is float32, of which rounding={rounding!r} rounds nothing: what is served in 16 bits "
+                'would not be what is trained. Keep the base in bfloat16, or train and push with rounding="nearest"'
+            )
 
 
 def tops(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -11,14 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..context import merged
 from ..errors import InvalidInput
 from ..kernels.plan import untraced
-from ..models.claims import check_unread, let_read
+from ..merged_block import MergedBlock
+from ..models.claims import check_unread, is_read, let_read
 from ..models.guards import guarded, refuse
 from ..models.live import live
 from ..models.pausing import note_training
 from ..models.steps import stepped, steps
+from ..shards.ranks import Ranks
 from .check import check_trainable, tops
 from .layers import Acting, acting, layers_of
 
@@ -34,6 +34,7 @@ class _Merged(NamedTuple):
         versions: of these.
         steps: how often optimizers had stepped.
         weights: base parameters that hold them; their version counters outside and inside.
+        seed: that their rounding was drawn with.
     """
 
     facts: list[Any]
@@ -43,24 +44,30 @@ class _Merged(NamedTuple):
     weights: tuple[Tensor, ...]
     outside: tuple[int, ...]
     inside: tuple[int, ...]
-
-    @property
-    def may_differ(self) -> bool:
-        """Whether the adapters may have been written since: an optimizer may hold others, and write these by them."""
-        return self.steps != steps() or list(map(_VERSION, self.adapters)) != self.versions
+    seed: int | None
 
     @property
     def stepped(self) -> bool:
         """Whether an optimizer that holds the adapters has stepped since."""
         return self.steps != steps() and stepped(self.steps, self.adapters)
 
+    @property
+    def written(self) -> bool:
+        """Whether somebody has written to the adapters since."""
+        return self.stepped or list(map(_VERSION, self.adapters)) != self.versions
+
+    @property
+    def may_be_written(self) -> bool:
+        """Whether somebody may have: an optimizer may hold other parameters, and write adapters by them."""
+        return self.steps != steps() or list(map(_VERSION, self.adapters)) != self.versions
+
     def same_bits(self, other: _Merged) -> bool:
         """Return True if the weights hold the same bits inside both times."""
         tensors = ([*map(id, one.adapters), *map(id, one.weights)] for one in (self, other))
         return (
             len({tuple(some) for some in tensors}) == 1
-            and (self.versions, self.outside, self.facts) == (other.versions, other.outside, other.facts)
-            and not self.stepped
+            and not self.written
+            and all(getattr(self, of) == getattr(other, of) for of in ("versions", "outside", "seed", "facts"))
         )
 
 
@@ -72,24 +79,29 @@ class Training:
 
     Attributes:
         merges: how often the adapters were merged since the beginning.
+        rounding: of merged weights.
+        before_write: called before the weights are written.
     """
 
-    rounding = "nearest"
-
-    def __init__(self, model: nn.Module) -> None:
-        self.merges = 0
+    def __init__(self, model: nn.Module, rounding: str = "nearest") -> None:
+        self.merges, self.rounding = 0, rounding
+        self.before_write: Callable[[], object] = _nothing
         self._model = model
+        self._draws = 0
+        self._drawn: tuple[list[Any], int] = [], 0
         self._merged: _Merged | None = None
         self._last: _Merged | None = None
-        self._block = ExitStack()
+        self._block = MergedBlock(model, rounding=rounding)
         self._hooks: list[Any] = []
         self._layers: dict[nn.Module, Acting] = {}
+        self._guards: list[tuple[Sequence[nn.Module], Iterable[str]]] = []
         self._hooked: set[int] = set()
         self._depth = 0
         self._busy = False
         self._closed = False
-        check_trainable(model)
+        check_trainable(model, rounding)
         for module in tops(model, [layer for _, layer in layers_of(model)]):
+            note_training(module, self)
             self._hooks.append(module.register_forward_pre_hook(self._enter_model, prepend=True))
             self._hooks.append(module.register_forward_hook(self._leave_model, always_call=True))
         for _, layer in layers_of(model):
@@ -99,23 +111,32 @@ class Training:
 
     def refresh(self) -> None:
         """Merge the adapters as they are now, where the base weights do not hold them. A forward of the model does so
-        by itself; parts of it that are compiled and called by themselves do not.
+        by itself after a step of an optimizer, or a write that PyTorch counts. Call it after other writes (to `.data`,
+        by kernels of others), and where parts of the model are compiled and called by themselves.
 
         Raises:
             as `merged`; and InvalidInput: dropout, or an adapter that cannot be trained so.
         """
         if self._closed:
             raise InvalidInput("this training on merged weights was closed: call train_merged(model) again")
+        self._refresh(anew=True)
+
+    def _refresh(self, *, anew: bool = False) -> None:
+        """Merge as `refresh`.
+
+        Args:
+            anew: also where nothing is known to have changed.
+        """
         if self._busy:
             return
         self._busy = True
         try:
-            if not self._stands():
-                if self._merged is not None:
-                    check_unread(self._merged.weights)
-                self._leave()
-                if any(found.adapters for _, found in self._acting()):
-                    self._enter()
+            found = live(self._model)
+            # Facts are those inside: everything but values of the adapters.
+            values = self._merged is not None and found.snapshot().facts == self._merged.facts
+            stands = self._merged is not None and values and not anew and not self._merged.may_be_written
+            if found.ranks.any(not stands):
+                self._merge(found.ranks, values)
         finally:
             self._busy = False
 
@@ -131,7 +152,8 @@ class Training:
         acts."""
         if self._closed:
             return False
-        self.refresh()
+        # What a pass reads stays as it lies; it asks again while it is under way.
+        self._refresh(anew=self._merged is None or not is_read(self._merged.weights))
         return self._merged is not None
 
     def close(self) -> None:
@@ -143,8 +165,9 @@ class Training:
             for hook in self._hooks:
                 hook.remove()
             self._hooks.clear()
-            for _, layer in layers_of(self._model):
-                note_training(layer, None)
+            layers = [layer for _, layer in layers_of(self._model)]
+            for module in [*tops(self._model, layers), *layers]:
+                note_training(module, None)
 
     def __enter__(self) -> Training:
         return self
@@ -167,56 +190,87 @@ class Training:
 
     # Merging
 
+    def _seed(self, layers: dict[nn.Module, Acting], ranks: Ranks) -> int | None:
+        """Return the seed to draw with: one for each version of the adapters."""
+        if self.rounding == "nearest":
+            return None
+        if not any(found.adapters for found in layers.values()):
+            return self._draws  # for nothing: no other version than before
+        now, (before, at) = _drawn_of(layers), self._drawn
+        if ranks.any(now != before or stepped(at, (p for found in layers.values() for p in found.parameters))):
+            self._draws, self._drawn = self._draws + 1, (now, steps())
+        return self._draws
+
     def _acting(self) -> Iterator[tuple[nn.Module, Acting]]:
         for name, layer in layers_of(self._model):
             yield layer, acting(name, layer)
 
-    def _stands(self) -> bool:
-        """Return True if the base weights hold what acts in the model now, on all ranks."""
-        now = self._merged
-        same = now is not None and not now.may_differ
-        found = live(self._model)
-        if now is not None and same:
-            same = found.snapshot().facts == now.facts
-        return not found.ranks.any(not same)
+    def _merge(self, ranks: Ranks, values: bool) -> None:
+        """Merge what acts in the model now, in the place of what is merged; collective over the ranks.
 
-    def _enter(self) -> None:
-        self._layers = dict(self._acting())
-        for layer in self._layers:
+        Args:
+            values: whether nothing but values of the adapters has changed.
+        """
+        with ranks.vote("train_merged"):
+            layers = self._layers if values else dict(self._acting())
+        self._hook(layers)
+        before, now = self._merged, _merged(layers)._replace(seed=self._seed(layers, ranks))
+        self._block.seed = now.seed
+        if before is not None:
+            check_unread(before.weights)
+        self.before_write()
+        try:
+            if before is not None and self._block.remerge(values=values):
+                now = now._replace(outside=before.outside)
+            else:
+                self._leave()
+                if not any(found.adapters for found in layers.values()):
+                    return
+                self._block = MergedBlock(self._model, rounding=self.rounding)
+                self._block.seed = now.seed
+                self._block.enter()
+                before = None
+            facts = live(self._model).snapshot().facts if before is None or not values else before.facts
+            now = now._replace(facts=facts, inside=tuple(map(_VERSION, now.weights)))
+            for same in (known for known in (before, self._last) if known is not None and known.same_bits(now)):
+                # A backward pass of a forward from before may go on.
+                now = now._replace(inside=same.inside)
+                torch._C._autograd._unsafe_set_version_counter(now.weights, now.inside)
+                break
+            self._layers, self._merged = layers, now
+            self._guard(values)
+            let_read(layers, self)
+        except BaseException:
+            self._leave()
+            raise
+        self.merges += 1
+
+    def _hook(self, layers: Iterable[nn.Module]) -> None:
+        """Have layers look for changes before they are called, and give adapters their gradients after."""
+        for layer in layers:
             if id(layer) not in self._hooked:
                 self._hooked.add(id(layer))
                 note_training(layer, self)
                 self._hooks.append(layer.register_forward_pre_hook(self._before_layer, prepend=True))
                 self._hooks.append(layer.register_forward_hook(self._after_layer, with_kwargs=True))
-        adapters = list({id(p): p for found in self._layers.values() for p in found.parameters}.values())
-        versions, count, weights = list(map(_VERSION, adapters)), steps(), tuple(_weights(self._layers))
-        outside = tuple(map(_VERSION, weights))
-        block = ExitStack()
-        block.enter_context(merged(self._model))
-        try:
-            facts, inside = live(self._model).snapshot().facts, tuple(map(_VERSION, weights))
-            now = _Merged(facts, adapters, versions, count, weights, outside, inside)
-            if self._last is not None and self._last.same_bits(now):
-                # A backward pass of a forward from before the pause may go on.
-                now = now._replace(inside=self._last.inside)
-                torch._C._autograd._unsafe_set_version_counter(weights, now.inside)
-            self._guard()
-            let_read(self._layers, self)
-        except BaseException:
-            block.close()
-            raise
-        self._block, self._merged = block, now
-        self.merges += 1
 
     def _leave(self) -> None:
         if self._merged is not None:
-            self._last, self._merged = self._merged, None
-            self._block.close()
+            self._last = self._merged
+            self.before_write()
+        try:
+            self._block.leave()
+        except BaseException:  # an interrupt may come before the first line of a function
+            self._block.leave()
+            raise
+        finally:
+            self._merged = None
 
-    def _guard(self) -> None:
+    def _guard(self, values: bool) -> None:
         """Let what `merged` refuses go on, on the base: what saves the model, and PEFT's own merging."""
-        guards: list[tuple[Sequence[nn.Module], Iterable[str]]] = [*guarded(list(self._model.modules()))]
-        for modules, names in [*guards, (list(self._layers), ("merge", "unmerge"))]:
+        if not values:
+            self._guards = [*guarded(list(self._model.modules())), (list(self._layers), ("merge", "unmerge"))]
+        for modules, names in self._guards:
             for module in modules:
                 inside = vars(module)
                 inside.update({n: partial(self._on_base, module, n) for n in names if inside.get(n) is refuse})
@@ -232,7 +286,7 @@ class Training:
     def _enter_model(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
         if self._depth == 1 and not self._closed and not self._elsewhere():
-            self.refresh()
+            self._refresh()
 
     @untraced
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -247,8 +301,8 @@ class Training:
         if torch.compiler.is_compiling() or self._closed or self._busy or self._depth or self._elsewhere():
             return
         now = self._merged
-        if now is None or now.may_differ:
-            self.refresh()
+        if now is None or now.may_be_written:
+            self._refresh()
 
     def _after_layer(self, layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
         """Give the adapters of a layer their gradients."""
@@ -262,9 +316,8 @@ class Training:
 
         def ready() -> None:
             assert forward is not None
-            same = list(map(_VERSION, forward.adapters)) == forward.versions and not forward.stepped
-            if self._merged is not forward and same and not self._closed:
-                self.refresh()
+            if self._merged is not forward and not forward.written and not self._closed:
+                self._refresh()
             if self._merged is None or self._merged.inside != forward.inside or forward.stepped:
                 raise InvalidInput(
                     "a backward pass of a forward that computed with other adapters than the model has now: with "
@@ -274,6 +327,24 @@ class Training:
         return ready
 
 
+def _merged(layers: dict[nn.Module, Acting]) -> _Merged:
+    """Return what these layers are merged from now, before they are."""
+    adapters = list({id(p): p for found in layers.values() for p in found.parameters}.values())
+    weights = tuple(_weights(layers))
+    versions, outside = list(map(_VERSION, adapters)), tuple(map(_VERSION, weights))
+    return _Merged([], adapters, versions, steps(), weights, outside, (), None)
+
+
+def _drawn_of(layers: dict[nn.Module, Acting]) -> list[Any]:
+    """Return what tells one state of the adapters from another."""
+    facts: list[Any] = [(id(layer), found.adapters, found.scalings) for layer, found in layers.items()]
+    return [*facts, *((id(p), p._version) for found in layers.values() for p in found.parameters)]
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
 def _closed() -> Training:
     """Return what the hooks of a copied model call: they do nothing."""
     training = Training.__new__(Training)
@@ -281,7 +352,7 @@ def _closed() -> Training:
     return training
 
 
-def train_merged(model: nn.Module) -> Training:
+def train_merged(model: nn.Module, *, rounding: str = "nearest") -> Training:
     """Train on the merged weights from here on: forward and backward compute with the bits that are served.
 
         training = lora_merge.train_merged(model)    # after get_peft_model, fully_shard, DDP
@@ -290,22 +361,25 @@ def train_merged(model: nn.Module) -> Training:
 
     The base weights hold `round(W + scaling * lora_B @ lora_A)`, adapted layers compute `x W'^T`, and gradients go
     straight through the rounding to the adapters. The first forward after an optimizer step merges anew; several
-    forwards between two steps do not. `MergedWeights`, `VllmSync`, `SglangSync`, `save_merged`, `save_pretrained`,
-    `disable_adapter()` and `set_adapter` get the base back by themselves, exactly, and the next forward merges again:
-    what is pushed has the same bits as what the last forward computed with.
+    forwards between two steps do not. `MergedWeights`, `VllmSync` and `SglangSync` read the weights as they lie;
+    `save_merged`, `save_pretrained`, `disable_adapter()` and `set_adapter` get the base back by themselves, exactly,
+    and the next forward merges again. What is pushed has the same bits as what the last forward computed with.
 
     `state_dict()` of the whole model holds merged values under the base's names, as inside `merged`.
 
     Args:
         model: a PEFT model with LoRA on Linear, Embedding or Conv layers; plain, under DDP or under FSDP2.
+        rounding: "nearest", or "stochastic", which keeps updates below half a step on average. What pushes or streams
+            the model needs the same one, and has the trainer's draw: one for each version of the adapters. It takes
+            several passes over the weights, see docs/training.md.
 
     Raises:
-        InvalidInput: `lora_dropout` above 0 (a weight cannot express it), no LoRA layers, or a layout that cannot be
-            trained so.
+        InvalidInput: float32 weights with rounding="stochastic", which rounds none of theirs; `lora_dropout` above 0 (a
+            weight cannot express it); no LoRA layers; or a layout that cannot be trained so.
         UnsupportedAdapter: an adapter that cannot be trained so (DoRA, fused experts, trainable tokens), or not merged
             at all. Nothing was changed.
     """
-    return Training(model)
+    return Training(model, rounding)
 
 
 def _weights(layers: dict[nn.Module, Acting]) -> Iterator[Tensor]:

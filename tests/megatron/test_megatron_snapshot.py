@@ -20,7 +20,15 @@ from megatron_processes import POOL
 from torch import Tensor, nn
 
 import lora_merge.models.megatron.live
-from lora_merge import AlreadyMerged, LoraMergeError, MergedWeights, NotRestored, UnsupportedAdapter, context, merged
+from lora_merge import (
+    AlreadyMerged,
+    LoraMergeError,
+    MergedWeights,
+    NotRestored,
+    UnsupportedAdapter,
+    merged,
+    merged_block,
+)
 from lora_merge.kernels.segments import raw
 from lora_merge.megatron import Chunks
 from lora_merge.models import snapshot
@@ -114,7 +122,7 @@ def inside(model: Chunks) -> list[tuple[str, Tensor]]:
 
 def anew(model: Chunks) -> Any:
     """What the first entry of a process would do."""
-    context._merges.clear()
+    merged_block._merges.clear()
     snapshot._indices.clear()
     return outcome(lambda: inside(model))
 

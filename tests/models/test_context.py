@@ -26,8 +26,8 @@ from lora_merge import (
     MergedWeights,
     NotRestored,
     UnsupportedAdapter,
-    context,
     merged,
+    merged_block,
     read_deltas,
 )
 from lora_merge.models.peft import live
@@ -139,9 +139,9 @@ def test_everything_comes_back(subject: str) -> None:
 
 
 STEPS = [
-    (context._Restore, "_check_memory"),
+    (merged_block._Restore, "_check_memory"),
     (TrackedPlan, "unmerge"),
-    (context._Restore, "_put"),
+    (merged_block._Restore, "_put"),
     (live.Peft, "on"),
     (live.Peft, "reshard"),
 ]
@@ -673,7 +673,7 @@ def test_model_is_freed() -> None:
     model = models.with_lora(models.qwen2)
     with merged(model):
         pass
-    assert len(context._merges) >= 1
+    assert len(merged_block._merges) >= 1
     old = StorageWeakRef(read_deltas(model)[0].weight.pieces[0].tensor.untyped_storage())
     del model
     gc.collect()
@@ -835,7 +835,7 @@ def test_a_model_that_is_looked_at_while_a_thread_merges(
     model = models.with_lora(lambda: models.qwen2(tied=True), target_modules=[*targets, "q_proj"])
     wanted = {name: tensor.clone() for name, tensor in MergedWeights(model)}
     weights, apart, seen = MergedWeights(model), threading.Event(), threading.Event()
-    merges_for, (method, begin) = context._merges_for, USES[use]
+    merges_for, (method, begin) = merged_block._merges_for, USES[use]
     look = getattr(live.Peft, method)
 
     def waiting(*args: Any) -> Any:
@@ -857,7 +857,7 @@ def test_a_model_that_is_looked_at_while_a_thread_merges(
         thread.join()
         return found
 
-    monkeypatch.setattr(context, "_merges_for", waiting)
+    monkeypatch.setattr(merged_block, "_merges_for", waiting)
     monkeypatch.setattr(live.Peft, method, looking)
     with unchanged(model), pytest.raises(AlreadyMerged):
         begin(model, weights)

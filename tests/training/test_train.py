@@ -179,10 +179,8 @@ def test_what_is_streamed_is_what_was_computed_with(tmp_path: Path) -> None:
         shake(model)
         loss_of(model).backward()
         computed = {n.replace("base_model.model.", "").replace(".base_layer", ""): t for n, t in bits(model).items()}
-        merges = training.merges
         streamed = dict(MergedWeights(model))
         assert all(torch.equal(tensor, computed[name]) for name, tensor in streamed.items())
-        assert training.merges == merges, "it is read as it lies"
         training.pause()
         assert_base(model, before)
         assert all(torch.equal(tensor, streamed[name]) for name, tensor in MergedWeights(model))

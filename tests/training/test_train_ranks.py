@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lora_merge import InvalidInput, MergedWeights, train_merged
+from lora_merge.kernels import cpu
 from tests.training.test_train import LINEARS, adapted, loss_of, shake
 
 
@@ -48,10 +49,17 @@ def trains(rank: int, kind: str, dtype: torch.dtype) -> None:
         for layer in inner.get_base_model().model.layers:
             fully_shard(layer, reshard_after_forward=kind != "fsdp2, kept")
         fully_shard(inner, reshard_after_forward=kind != "fsdp2, kept")
-    training = train_merged(model)
+    training, launches, retrack = train_merged(model), list[int](), cpu._Tracked.retrack
+
+    def counted(self: Any, *args: Any) -> None:
+        launches.append(1)
+        retrack(self, *args)
+
+    cpu._Tracked.retrack = counted  # type: ignore[method-assign]
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(steps(model), wanted, rtol=tolerance, atol=tolerance)
     assert training.merges == 4
+    assert len(launches) == 3  # one takes the place of the one before
     got = {name: whole(tensor) for name, tensor in MergedWeights(model)}
     assert got.keys() == last.keys()
     with torch.no_grad(), inner.disable_adapter():

@@ -23,17 +23,17 @@ def streamed(model: Any, **options: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_stream_is_that_of_the_paused_model(name: str) -> None:
-    """Bit for bit, with the same names; and it merges nothing that the forward has merged."""
+    """Bit for bit, with the same names; the next forward merges nothing that the stream has merged."""
     model = MODELS[name]()
     before = bits(model)
     with train_merged(model) as training:
-        for step in range(1, 3):
+        for _ in range(2):
             loss_of(model).backward()
             as_it_lies = streamed(model)
             assert len(MergedWeights(model)) == len(as_it_lies)
-            assert training.merges == step
+            merges = training.merges
             loss_of(model)
-            assert training.merges == step
+            assert training.merges == merges
             weights = MergedWeights(model)
             weights.as_it_lies = False
             wanted = dict(weights)
@@ -43,7 +43,6 @@ def test_the_stream_is_that_of_the_paused_model(name: str) -> None:
                 assert_same_bits(as_it_lies[key], tensor, key)
             shake(model)
             assert as_it_lies.keys() == streamed(model).keys()  # merges what was trained meanwhile
-        assert training.merges == 3
 
 
 def test_what_other_streams_read() -> None:
@@ -52,7 +51,6 @@ def test_what_other_streams_read() -> None:
     options: list[dict[str, Any]] = [
         {"adapters": False},
         {"adapter_names": ["default"]},
-        {"rounding": "stochastic"},
         {"dtype": torch.float32},
         {"strategy": "unshard"},
     ]
@@ -86,8 +84,9 @@ def test_a_stream_that_is_under_way() -> None:
         with pytest.raises(InvalidInput, match=UNDER_WAY):
             loss_of(model)
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in stream), "one policy from end to end"
+        merges = training.merges
         loss_of(model)
-        assert training.merges == 2
+        assert training.merges == merges + 1
 
 
 def test_readers_that_do_not_see_the_adapters() -> None:

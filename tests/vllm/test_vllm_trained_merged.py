@@ -35,9 +35,10 @@ def fused(model: Any) -> dict[str, str]:
     return found
 
 
-def test_the_engine_serves_what_is_trained(tmp_path: Path) -> None:
-    """After each step, whichever side merges, all of the engine's weights have the bits of the trainer's next forward.
-    The base is back at the end. A push of another policy is refused, and changes nothing."""
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_the_engine_serves_what_is_trained(rounding: str, tmp_path: Path) -> None:
+    """After some steps, whichever side merges, all of the engine's weights have the bits of the trainer's next forward,
+    and of the one before. The base is back at the end. A push of another policy is refused, and changes nothing."""
     model = models.with_lora(
         partial(engines.qwen2, tied=False), dtype=torch.bfloat16, target_modules=[*engines.LINEARS, "embed_tokens"]
     )
@@ -45,24 +46,29 @@ def test_the_engine_serves_what_is_trained(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
     tokens = torch.tensor(engines.prompts()[:1])
     options = {"processes": True, "worker_extension_cls": "plain_bits.PlainBits"}
-    with engine(model, tmp_path / "base", **options) as llm, train_merged(model) as training:
-        for merge in ("trainer", "engine"):
-            with closing(VllmSync(model, llm, merge=merge, bucket_bytes=1 << 14)) as sync:
+    with engine(model, tmp_path / "base", **options) as llm, train_merged(model, rounding=rounding) as training:
+        for merge in ("trainer", "engine") if rounding == "nearest" else ("trainer",):
+            with closing(VllmSync(model, llm, merge=merge, rounding=rounding, bucket_bytes=1 << 14)) as sync:
                 for _ in range(2):
-                    model(input_ids=tokens, labels=tokens).loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    for _ in range(2):
+                        model(input_ids=tokens, labels=tokens).loss.backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    with torch.no_grad():
+                        model(input_ids=tokens)
+                    before = fused(model)
                     assert sync.push(verify=True).merge == merge
                     with torch.no_grad():
                         model(input_ids=tokens)
                     held, computed = llm.collective_rpc("bits")[0], fused(model)
-                    assert {name: held[name] for name in computed} == computed
-                with pytest.raises(InvalidInput, match=r"train_merged\(model\) .*mode='adapter', rounding='nearest'"):
+                    assert {name: held[name] for name in computed} == computed == before
+                with pytest.raises(InvalidInput, match=r"train_merged\(model\) .*mode='adapter', rounding="):
                     sync.push(mode="adapter")
                 sync.check()
                 assert llm.collective_rpc("bits")[0] == held
-        with closing(VllmSync(model, llm, rounding="stochastic")) as other:
-            with pytest.raises(InvalidInput, match=r"train_merged\(model\) .*rounding='stochastic'"):
+        another = "nearest" if rounding == "stochastic" else "stochastic"
+        with closing(VllmSync(model, llm, rounding=another)) as other:
+            with pytest.raises(InvalidInput, match=rf"train_merged\(model\) .*rounding='{another}'"):
                 other.push()
             training.close()
             other.push()

@@ -28,14 +28,14 @@ def refuse(model: Any, args: Any, options: Options) -> None:
         raise _quantised(info, "on a checkpoint of plain weights, with --quant_method bnb (QLoRA) or without it")
 
 
-def trained_merged(model: nn.Module) -> TrainsMerged:
+def trained_merged(model: nn.Module, rounding: str) -> TrainsMerged:
     """Return what trains the model on its merged weights.
 
     Raises:
         TrainerRefused: it cannot be trained so; names the flag.
     """
     try:
-        return TrainsMerged(model)
+        return TrainsMerged(model, rounding)
     except (InvalidInput, UnsupportedAdapter) as error:
         raise TrainerRefused(
             f"{SWITCH}_TRAIN=merged: {error}. (In ms-swift: --tuner_type lora --lora_dropout 0.) Or leave "

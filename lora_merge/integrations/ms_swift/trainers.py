@@ -44,7 +44,7 @@ class Pushing(Pushes):
         refuse(model, kwargs["args"], options)
         if options.check is not None:
             refuse_check(model, kwargs["args"], kwargs["template"], isinstance(self, GKD))
-        trains = trained_merged(model) if options.train == "merged" else None
+        trains = trained_merged(model, options.rounding) if options.train == "merged" else None
         super().__init__(*args, **kwargs)
         self._begin(self._load_state_dict_to_vllm, self.accelerator.is_main_process)
         self._lora_merge_trains = trains

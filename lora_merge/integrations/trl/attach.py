@@ -74,7 +74,7 @@ def attach(
     rollout.check()
     if options.check is not None:
         check_comparable(trainer, generation)
-    trains = TrainsMerged(trainer.model) if options.train == "merged" else None
+    trains = TrainsMerged(trainer.model, options.rounding) if options.train == "merged" else None
     rollout.install()
     if trains is not None:
         rollout.train_with(trains)

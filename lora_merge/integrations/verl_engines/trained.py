@@ -33,9 +33,10 @@ class Trained(Merging):
             TrainerRefused: it cannot be trained so.
         """
         super().initialize()
-        if self.merging and self.stream().options.train == "merged":
+        options = self.stream().options if self.merging else None
+        if options is not None and options.train == "merged":
             try:
-                self.training = train_merged(self.module)
+                self.training = train_merged(self.module, rounding=options.rounding)
             except (InvalidInput, UnsupportedAdapter) as error:
                 raise TrainerRefused(
                     f"{SWITCH}_TRAIN=merged: {error}. (In verl: actor_rollout_ref.actor.strategy=fsdp2, LoRA without "

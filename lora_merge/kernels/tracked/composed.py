@@ -1,7 +1,7 @@
 """A tracked merge by a backend's launches and tensor operations around them: right on any device, not fast.
 
 The reference backend needs it, all that a CPU without the compiled module has: `one_pass.py` needs kernels that write
-codes and records as they merge. Block by block, several passes over each.
+codes and records as they merge, and these round to nearest. Block by block, several passes over each.
 """
 
 from __future__ import annotations
@@ -45,11 +45,17 @@ def keeping_denormals() -> Iterator[None]:
 
 
 class ComposedTracked:
-    """See `Tracked` in this package."""
+    """See `Tracked` in this package.
+
+    Attributes:
+        seed: the word of `segments.seed_key` that draws the next merge's stochastic rounding; None: to nearest. The way
+            back is the same: how good an estimate is decides the size alone.
+    """
 
     def __init__(
         self, prepare: Callable[[Sequence[Segment], torch.device], Launch], segments: Sequence[Segment]
     ) -> None:
+        self.seed: int | None = None
         self._prepare = prepare
         self._blocks = _blocks(segments)
         self._journals: list[_Journal] = []
@@ -92,7 +98,7 @@ class ComposedTracked:
         base, base_parts = _like(block)
         _copy(base_parts, [s.source for s in block])
         merged, merged_parts = _like(block)
-        self._run([replace(s, destination=part) for s, part in zip(block, merged_parts, strict=True)])
+        self._run([replace(s, destination=part) for s, part in zip(block, merged_parts, strict=True)], self.seed)
         estimate = self._estimate(block, merged_parts)
         away = raw(base) - raw(estimate)  # wraps
         # NaN escapes: the bits of a NaN that is computed are nobody's promise.
@@ -126,8 +132,8 @@ class ComposedTracked:
         self._run(segments)
         return estimate
 
-    def _run(self, segments: list[Segment]) -> None:
-        self._prepare(segments, segments[0].source.device)(False, 0)
+    def _run(self, segments: list[Segment], seed: int | None = None) -> None:
+        self._prepare(segments, segments[0].source.device)(seed is not None, seed or 0)
 
 
 def _blocks(segments: Sequence[Segment]) -> list[list[Segment]]:

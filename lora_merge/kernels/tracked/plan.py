@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ...errors import AlreadyMerged, InvalidInput, NotRestored
-from ..backend import Moves, idle, pick
+from ..backend import Moves, Tracked, idle, pick
 from ..checks import check_overlaps, check_segment, check_segments
 from ..packed import Packed
-from ..plan import untraced, writes
-from ..segments import FLOATS, Segment
+from ..plan import check_rounding, untraced, writes
+from ..segments import FLOATS, Segment, seed_key
+from .composed import ComposedTracked
 
 
 class TrackedPlan:
@@ -37,12 +38,18 @@ class TrackedPlan:
         segments: as for a `Plan`, each with its source as its destination (the same view), bf16, fp16 or fp32, any
             strides; several may be pieces of one tensor.
         keep: keep the memory for the way back from one merge to the next, where the backend can.
+        rounding: as of `Plan.run`. "stochastic" is merged and restored block by block, by several passes over each, as
+            the kernels that do it in one round to nearest.
+
+    Attributes:
+        seed: of stochastic rounding, drawn with by the next merge; needed there, and only there.
 
     Raises:
-        InvalidInput: a segment does not fit, two overlap, or one is not in place; nothing was written.
+        InvalidInput: a segment does not fit, two overlap, or one is not in place; nothing was written. From `merge` and
+            `remerge`: `rounding` and `seed` do not fit each other.
     """
 
-    def __init__(self, segments: Sequence[Segment], *, keep: bool = False) -> None:
+    def __init__(self, segments: Sequence[Segment], *, keep: bool = False, rounding: str = "nearest") -> None:
         segments = check_segments(segments)
         for s in segments:
             check_segment(s)
@@ -60,7 +67,13 @@ class TrackedPlan:
         self.segments = segments
         work = [s for s in segments if s.source.numel() and (s.rank or s.row_scale is not None)]
         device = work[0].source.device if work else torch.device("cpu")
-        self._tracked = pick(device).prepare_tracked(work, device) if work else None
+        self.rounding, self.seed = rounding, None if rounding == "nearest" else 0
+        check_rounding(rounding, self.seed)
+        self._tracked: Tracked | None = None
+        if work and rounding == "nearest":
+            self._tracked = pick(device).prepare_tracked(work, device)
+        elif work:
+            self._tracked = ComposedTracked(pick(device).prepare, work)
         if self._tracked is not None:
             self._tracked.keep = keep
 
@@ -90,12 +103,19 @@ class TrackedPlan:
         Raises:
             AlreadyMerged: the plan is merged; nothing was written.
         """
-        if self._tracked is None:
-            meanwhile()
-            return
         if self.merged:
             raise AlreadyMerged("this plan is merged: unmerge it first")
-        self._tracked.merge(meanwhile)
+        self._draw()
+        if self._tracked is None:
+            meanwhile()
+        else:
+            self._tracked.merge(meanwhile)
+
+    def _draw(self) -> None:
+        """Give the seed to what merges; raise `InvalidInput` where it is none."""
+        check_rounding(self.rounding, self.seed)
+        if isinstance(self._tracked, ComposedTracked):
+            self._tracked.seed = None if self.seed is None else seed_key(self.seed)
 
     @untraced
     @writes
@@ -148,6 +168,7 @@ class TrackedPlan:
             before.unmerge()
             self.merge(meanwhile)
         else:
+            self._draw()
             _check_restored(self._tracked.remerge(before._tracked, meanwhile))
 
 

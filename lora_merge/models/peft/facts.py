@@ -102,12 +102,12 @@ def _alike(cls: type, layers: Sequence[PeftLayer], insides: Sequence[dict[str, A
         merged, disabled, active, scalings, variants, transposed, children = (
             list(map(itemgetter(name), insides)) for name in (*_FIELDS, "fan_in_fan_out", "_modules")
         )
-        if any(merged) or any(disabled) or active.count(active[0]) != len(active):
+        if any(disabled) or active.count(active[0]) != len(active) or merged.count(merged[0]) != len(merged):
             return None
         if any(map(contains, insides, repeat(BACKEND))):
             return None
         names = [active[0]] if isinstance(active[0], str) else list(active[0])
-        found = AdapterFacts([cls, len(layers), *names], [], set(), [], [])
+        found = AdapterFacts([cls, len(layers), *names, None, *merged[0]], [], set(), [], [])
         inner: list[nn.Module] = list(map(itemgetter("base_layer"), children))
         bases = list(map(vars, inner))
         found.looks.append(Look(layers, (*_FIELDS, "fan_in_fan_out", BACKEND), "vvvvtvt", insides))
