@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import InvalidInput, PushRefused
-from ..models.pausing import serve
+from ..models.pausing import training_of
 from ..shards.ranks import Ranks
 from ..stream.buckets import BUCKET_BYTES
 from ..stream.weights import MergedWeights
@@ -149,12 +149,24 @@ class EngineSync(Pusher):
                 raise PushRefused(f"the engine holds {state}{whose}, {ours}; push() first")
 
     async def _push(self, mode: str | None, verify: bool) -> SyncReport:
-        if (self._mode if mode is None else mode) == "merged":
-            serve(self._weights.model, self._rounding)
-        report = await super()._push(None if mode is None else _checked(mode), verify)
-        if report.mode == "merged" and self._rounding == "stochastic":
-            serve(self._weights.model, self._rounding, report.version)  # as of `TransferRun`
-        return report
+        mode = self._mode if mode is None else _checked(mode)
+        _check_served(self._weights, mode)
+        return await super()._push(mode, verify)
+
+
+def _check_served(weights: MergedWeights, mode: str) -> None:
+    """Raise `InvalidInput` if a model is trained on merged weights, and the push would serve another policy."""
+    training, rounding = training_of(weights.model), weights.rounding
+    if training is not None and rounding == "stochastic" and weights.strategy is not None:
+        raise InvalidInput(
+            f"train_merged(model, rounding='stochastic') has drawn the weights, and "
+            f"strategy={weights.strategy!r} would draw others: leave strategy out"
+        )
+    if training is not None and (mode, rounding) != ("merged", training.rounding):
+        raise InvalidInput(
+            f"train_merged(model) trains the policy that mode='merged' and rounding={training.rounding!r} serve, and "
+            f"this would serve another one: mode={mode!r}, rounding={rounding!r}. Change these, or close() the training"
+        )
 
 
 def _checked(mode: str) -> str:

@@ -1,5 +1,4 @@
-"""Models whose base weights hold adapters between two steps of training: they come back when somebody reads them, and
-are told what is served."""
+"""Models whose base weights hold adapters between two steps of training, and come back when somebody reads them."""
 
 from __future__ import annotations
 
@@ -9,40 +8,54 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
+from ..names import lineage
 
-class Pausing(Protocol):
-    """What merges a model between two steps of its training."""
+_TUNER_LAYER = "peft.tuners.tuners_utils.BaseTunerLayer"
+
+
+class Trained(Protocol):
+    """The training of a model on its merged weights.
+
+    Attributes:
+        rounding: of these.
+    """
+
+    rounding: str
 
     def pause(self) -> None:
         """Bring the base back."""
 
-    def serve(self, rounding: str, seed: int | None = None) -> None:
-        """Compute with what is served from now on.
-
-        Args:
-            rounding: of what is served.
-            seed: of what is served of the adapters as they are now; None where that comes later.
-
-        Raises:
-            InvalidInput: it is trained with another rounding.
-        """
+    def hold(self) -> bool:
+        """Merge the adapters that act now, where the base weights do not hold them; return False where none acts."""
 
 
-_pauses: WeakKeyDictionary[nn.Module, ref[Pausing]] = WeakKeyDictionary()
+_trained: WeakKeyDictionary[nn.Module, ref[Trained]] = WeakKeyDictionary()
+"""By adapter layer. A training holds the model, not the model its training."""
 
 
-def pausing(module: nn.Module, training: Pausing | None) -> None:
-    """Note what brings the base back of an adapter layer, or of a module that holds all of a model's; None: it lies
-    there again for good."""
+def note_training(layer: nn.Module, training: Trained | None) -> None:
+    """Note which training the base of an adapter layer holds adapters for, or of a module that holds all layers of a
+    training; None: for none any more."""
     if training is None:
-        _pauses.pop(module, None)
+        _trained.pop(layer, None)
     else:
-        _pauses[module] = ref(training)  # it holds the model
+        _trained[layer] = ref(training)
 
 
-def has_pause(module: nn.Module) -> bool:
-    """Return True if the base of an adapter layer comes back by `pause`."""
-    return module in _pauses and _pauses[module]() is not None
+def is_trained(layer: nn.Module) -> bool:
+    """Return True if the base of an adapter layer may hold adapters for a training."""
+    return layer in _trained and _trained[layer]() is not None
+
+
+def training_of(model: Any) -> Trained | None:
+    """Return the training to which all adapter layers of a model belong; None where there is no such one."""
+    if not _trained:
+        return None
+    if isinstance(model, nn.Module) and is_trained(model):
+        return _trained[model]()
+    layers = (module for module in _modules(model) if _TUNER_LAYER in lineage(type(module)))
+    found = {_trained[layer]() if layer in _trained else None for layer in layers}
+    return found.pop() if len(found) == 1 else None
 
 
 def pause(model: Any) -> None:
@@ -51,33 +64,28 @@ def pause(model: Any) -> None:
     Args:
         model: a module, or a list of modules.
     """
-    for training in _trainings(model):
-        training.pause()
+    if not _trained:
+        return
+    parts = [part for part in (model if isinstance(model, list | tuple) else [model]) if isinstance(part, nn.Module)]
+    for found in set(_found(parts)):
+        if (training := found()) is not None:
+            training.pause()
 
 
-def serve(model: Any, rounding: str, seed: int | None = None) -> None:
-    """Tell what trains a model on merged weights what is served of it; see `Pausing.serve`."""
-    for training in _trainings(model):
-        training.serve(rounding, seed)
-
-
-def _trainings(model: Any) -> list[Pausing]:
-    """Return what is noted of a model, of its parts, or of a list of modules."""
-    if not _pauses:
-        return []
-    parts = model if isinstance(model, list | tuple) else [model]
-    found = dict.fromkeys(_found([part for part in parts if isinstance(part, nn.Module)]))
-    return [training for one in found if (training := one()) is not None]
-
-
-def _found(modules: list[nn.Module]) -> Iterator[ref[Pausing]]:
+def _found(modules: list[nn.Module]) -> Iterator[ref[Trained]]:
     """Yield what is noted of modules and of those in them; nothing is looked for below one of which something is."""
     seen = set(map(id, modules))
     while modules:
         module = modules.pop()
-        if has_pause(module):
-            yield _pauses[module]
+        if is_trained(module):
+            yield _trained[module]
             continue
         below = [child for child in module._modules.values() if child is not None and id(child) not in seen]
         seen.update(map(id, below))
         modules += below
+
+
+def _modules(model: Any) -> Iterator[nn.Module]:
+    for part in model if isinstance(model, list | tuple) else [model]:
+        if isinstance(part, nn.Module):
+            yield from part.modules()

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from ..errors import InvalidInput
 from ..kernels.plan import untraced
 from ..merged_block import MergedBlock
+from ..models.claims import check_unread, let_read
 from ..models.guards import guarded, refuse
 from ..models.live import live
-from ..models.pausing import pausing
+from ..models.pausing import note_training
+from ..models.steps import stepped, steps
 from ..shards.ranks import Ranks
 from .check import check_trainable, tops
 from .layers import Acting, acting, layers_of
@@ -30,6 +32,7 @@ class _Merged(NamedTuple):
         facts: of the model's snapshot inside.
         adapters: parameters of the adapters that act.
         versions: of these.
+        steps: how often optimizers had stepped.
         weights: base parameters that hold them; their version counters outside and inside.
         seed: that their rounding was drawn with.
     """
@@ -37,24 +40,27 @@ class _Merged(NamedTuple):
     facts: list[Any]
     adapters: list[Tensor]
     versions: list[int]
+    steps: int
     weights: tuple[Tensor, ...]
     outside: tuple[int, ...]
     inside: tuple[int, ...]
     seed: int | None
 
-    def as_trained(self) -> bool:
-        """Return True if nobody has written to the adapters since."""
-        return list(map(_VERSION, self.adapters)) == self.versions
+    @property
+    def may_differ(self) -> bool:
+        """Whether the adapters may have been written since: an optimizer may hold others, and write these by them."""
+        return self.steps != steps() or list(map(_VERSION, self.adapters)) != self.versions
+
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer that holds the adapters has stepped since."""
+        return self.steps != steps() and stepped(self.steps, self.adapters)
 
     def same_bits(self, other: _Merged) -> bool:
         """Return True if the weights hold the same bits inside both times."""
         tensors = ([*map(id, one.adapters), *map(id, one.weights)] for one in (self, other))
-        return len({tuple(some) for some in tensors}) == 1 and (self.versions, self.outside, self.seed, self.facts) == (
-            other.versions,
-            other.outside,
-            other.seed,
-            other.facts,
-        )
+        mine, theirs = ((one.versions, one.outside, one.seed, one.facts) for one in (self, other))
+        return len({tuple(some) for some in tensors}) == 1 and mine == theirs and not self.stepped
 
 
 class Training:
@@ -65,12 +71,13 @@ class Training:
 
     Attributes:
         merges: how often the adapters were merged since the beginning.
+        rounding: as of `train_merged`.
     """
 
     def __init__(self, model: nn.Module, rounding: str = "nearest") -> None:
         self.merges = 0
-        self._model, self._rounding = model, rounding
-        self._served: tuple[int, Any] = 0, None
+        self._model, self.rounding = model, rounding
+        self._drawn: tuple[int, Any] = 0, None
         self._merged: _Merged | None = None
         self._last: _Merged | None = None
         self._block = MergedBlock(model, rounding=rounding)
@@ -83,11 +90,11 @@ class Training:
         self._closed = False
         check_trainable(model, rounding)
         for module in tops(model, [layer for _, layer in layers_of(model)]):
-            pausing(module, self)
+            note_training(module, self)
             self._hooks.append(module.register_forward_pre_hook(self._enter_model, prepend=True))
             self._hooks.append(module.register_forward_hook(self._leave_model, always_call=True))
         for _, layer in layers_of(model):
-            pausing(layer, self)
+            note_training(layer, self)
 
     # What users call
 
@@ -107,8 +114,10 @@ class Training:
             found = live(self._model)
             # Facts are those inside: everything but values of the adapters, of which version counters tell.
             values = self._merged is not None and found.snapshot().facts == self._merged.facts
-            stands = self._merged is not None and values and self._merged.as_trained()
+            stands = self._merged is not None and values and not self._merged.may_differ
             if found.ranks.any(not stands):
+                if self._merged is not None:
+                    check_unread(self._merged.weights)
                 self._merge(found.ranks, values)
         finally:
             self._busy = False
@@ -116,39 +125,26 @@ class Training:
     def pause(self) -> None:
         """Bring the base back bit for bit until the next forward: before the model is read, saved or changed. What
         reads it in this package, and what PEFT saves or changes, does so by itself."""
-        if not self._busy:
+        if not self._busy and self._merged is not None:
+            check_unread(self._merged.weights)
             self._leave()
 
-    def serve(self, rounding: str, seed: int | None = None) -> None:
-        """Draw with the seed of what is served from here on, as long as the adapters are as they are now. Pushes and
-        streams say so by themselves; call it where something else serves the model.
-
-        Args:
-            rounding: of what is served.
-            seed: of what is served of the adapters as they are now, that is the version of a push or the number of a
-                pass; None where that comes later.
-
-        Raises:
-            InvalidInput: `rounding` is not what the model is trained with.
-        """
+    def hold(self) -> bool:
+        """Merge as `refresh` does, for a stream that reads the weights as they lie; return False where no adapter
+        acts."""
         if self._closed:
-            return
-        if rounding != self._rounding:
-            raise InvalidInput(
-                f"rounding={rounding!r} for a model that is trained on merged weights with "
-                f"rounding={self._rounding!r}: what is served would not be what is trained; pass one rounding to "
-                "train_merged and to what pushes or streams"
-            )
-        if seed is not None:
-            self._leave()
-            self._served = seed, _drawn_of(dict(self._acting()))
+            return False
+        self.refresh()
+        return self._merged is not None
 
     def _seed(self, layers: dict[nn.Module, Acting], ranks: Ranks) -> int | None:
-        """Return the seed to draw with: what was served of these adapters has it, else what will be served next."""
-        if self._rounding == "nearest":
+        """Return the seed to draw with: one number for each state of the adapters."""
+        if self.rounding == "nearest":
             return None
-        seed, of = self._served
-        return seed + int(ranks.any(of != _drawn_of(layers)))
+        (seed, of), drawn_of, last = self._drawn, _drawn_of(layers), self._merged or self._last
+        seed += int(ranks.any(of != drawn_of or (last is not None and last.stepped)))
+        self._drawn = seed, drawn_of
+        return seed
 
     def close(self) -> None:
         """Bring the base back bit for bit, and let PEFT's own forward train from here on. May be called again."""
@@ -161,7 +157,7 @@ class Training:
             self._hooks.clear()
             layers = [layer for _, layer in layers_of(self._model)]
             for module in [*tops(self._model, layers), *layers]:
-                pausing(module, None)
+                note_training(module, None)
 
     def __enter__(self) -> Training:
         return self
@@ -206,7 +202,7 @@ class Training:
                 self._leave()
                 if not any(found.adapters for found in layers.values()):
                     return
-                self._block = MergedBlock(self._model, rounding=self._rounding)
+                self._block = MergedBlock(self._model, rounding=self.rounding)
                 self._block.seed = now.seed
                 self._block.enter()
                 before = None
@@ -218,6 +214,7 @@ class Training:
                 torch._C._autograd._unsafe_set_version_counter(now.weights, now.inside)
             self._layers, self._merged = layers, now
             self._guard(values)
+            let_read(self._layers, self)
         except BaseException:
             self._leave()
             raise
@@ -228,7 +225,7 @@ class Training:
         for layer in layers:
             if id(layer) not in self._hooked:
                 self._hooked.add(id(layer))
-                pausing(layer, self)
+                note_training(layer, self)
                 self._hooks.append(layer.register_forward_pre_hook(self._before_layer, prepend=True))
                 self._hooks.append(layer.register_forward_hook(self._after_layer, with_kwargs=True))
 
@@ -278,7 +275,7 @@ class Training:
         if torch.compiler.is_compiling() or self._closed or self._busy or self._depth or self._elsewhere():
             return
         now = self._merged
-        if now is None or not now.as_trained():
+        if now is None or now.may_differ:
             self.refresh()
 
     def _after_layer(self, layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
@@ -292,12 +289,11 @@ class Training:
         forward = self._merged
 
         def ready() -> None:
-            if self._merged is forward:
-                return
             assert forward is not None
-            if forward.as_trained() and not self._closed:
+            same = list(map(_VERSION, forward.adapters)) == forward.versions and not forward.stepped
+            if self._merged is not forward and same and not self._closed:
                 self.refresh()
-            if self._merged is None or self._merged.inside != forward.inside:
+            if self._merged is None or self._merged.inside != forward.inside or forward.stepped:
                 raise InvalidInput(
                     "a backward pass of a forward that computed with other adapters than the model has now: with "
                     "train_merged call backward() before the optimizer steps and before set_adapter"
@@ -310,7 +306,9 @@ def _merged(layers: dict[nn.Module, Acting]) -> _Merged:
     """Return what these layers are merged from now, before they are."""
     adapters = list({id(p): p for found in layers.values() for p in found.parameters}.values())
     weights = tuple(_weights(layers))
-    return _Merged([], adapters, list(map(_VERSION, adapters)), weights, tuple(map(_VERSION, weights)), (), None)
+    return _Merged(
+        [], adapters, list(map(_VERSION, adapters)), steps(), weights, tuple(map(_VERSION, weights)), (), None
+    )
 
 
 def _drawn_of(layers: dict[nn.Module, Acting]) -> list[Any]:
@@ -343,10 +341,9 @@ def train_merged(model: nn.Module, *, rounding: str = "nearest") -> Training:
 
     Args:
         model: a PEFT model with LoRA on Linear, Embedding or Conv layers; plain, under DDP or under FSDP2.
-        rounding: "nearest", or "stochastic", which keeps updates below half a step on average. What pushes or streams
-            the model needs the same one. The draw is that of what was served last as long as the adapters are as they
-            were then (a push draws with its version, a pass of `MergedWeights` with its number), else that of the next
-            number: what will be served. It takes several passes over the weights, see docs/training.md.
+        rounding: "nearest", or "stochastic", which keeps updates below half a step on average: one draw for each state
+            of the adapters. What pushes or streams the model needs the same one, and reads that draw as it lies. It
+            takes several passes over the weights, see docs/training.md.
 
     Raises:
         InvalidInput: float32 weights with rounding="stochastic", which rounds none of theirs; `lora_dropout` above 0 (a
