@@ -23,6 +23,8 @@ from .check import check_trainable, tops
 from .layers import Acting, acting, layers_of
 
 _VERSION = attrgetter("_version")
+_STATES = 64
+"""States of the adapters whose draws are remembered: those that act in turns between two steps."""
 
 
 class _Merged(NamedTuple):
@@ -77,7 +79,7 @@ class Training:
     def __init__(self, model: nn.Module, rounding: str = "nearest") -> None:
         self.merges = 0
         self._model, self.rounding = model, rounding
-        self._drawn: tuple[int, Any] = 0, None
+        self._draws, self._drawn = 0, dict[int, int]()
         self._merged: _Merged | None = None
         self._last: _Merged | None = None
         self._block = MergedBlock(model, rounding=rounding)
@@ -138,12 +140,18 @@ class Training:
         return self._merged is not None
 
     def _seed(self, layers: dict[nn.Module, Acting], ranks: Ranks) -> int | None:
-        """Return the seed to draw with: one number for each state of the adapters."""
-        if self.rounding == "nearest":
+        """Return the seed to draw with: one number for each state of the adapters, also where others act meanwhile."""
+        if self.rounding == "nearest" or not any(found.adapters for found in layers.values()):
             return None
-        (seed, of), drawn_of, last = self._drawn, _drawn_of(layers), self._merged or self._last
-        seed += int(ranks.any(of != drawn_of or (last is not None and last.stepped)))
-        self._drawn = seed, drawn_of
+        state, last = hash(_state(layers)), self._merged or self._last
+        seed = self._drawn.pop(state, None)
+        if ranks.any(seed is None or (last is not None and last.stepped)):
+            self._draws += 1
+            seed = self._draws
+        assert seed is not None
+        self._drawn[state] = seed
+        if len(self._drawn) > _STATES:
+            self._drawn.pop(next(iter(self._drawn)))
         return seed
 
     def close(self) -> None:
@@ -311,10 +319,10 @@ def _merged(layers: dict[nn.Module, Acting]) -> _Merged:
     )
 
 
-def _drawn_of(layers: dict[nn.Module, Acting]) -> list[Any]:
+def _state(layers: dict[nn.Module, Acting]) -> tuple[Any, ...]:
     """Return what tells one state of the adapters from another."""
     facts: list[Any] = [(id(layer), found.adapters, found.scalings) for layer, found in layers.items()]
-    return [*facts, *((id(p), p._version) for found in layers.values() for p in found.parameters)]
+    return *facts, *((id(p), p._version) for found in layers.values() for p in found.parameters)
 
 
 def _closed() -> Training:

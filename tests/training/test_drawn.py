@@ -96,6 +96,11 @@ def test_one_draw_of_one_version() -> None:
         list(MergedWeights(model, adapters=False))
         training.refresh()
         assert_streamed(held(model), streamed)
+        model.add_adapter("reference", LoraConfig(r=4, target_modules=["q_proj"]))
+        for name in ("reference", "default"):
+            model.set_adapter(name)
+            training.refresh()
+        assert_streamed(held(model), streamed)
     assert_base(model, base)
 
 
