@@ -150,13 +150,18 @@ class EngineSync(Pusher):
 
     async def _push(self, mode: str | None, verify: bool) -> SyncReport:
         mode = self._mode if mode is None else _checked(mode)
-        _check_served(self._weights.model, mode, self._weights.rounding)
+        _check_served(self._weights, mode)
         return await super()._push(mode, verify)
 
 
-def _check_served(model: nn.Module, mode: str, rounding: str) -> None:
+def _check_served(weights: MergedWeights, mode: str) -> None:
     """Raise `InvalidInput` if a model is trained on merged weights, and the push would serve another policy."""
-    training = training_of(model)
+    training, rounding = training_of(weights.model), weights.rounding
+    if training is not None and rounding == "stochastic" and weights.strategy is not None:
+        raise InvalidInput(
+            "train_merged(model, rounding='stochastic') has drawn the weights, and "
+            f"strategy={weights.strategy!r} would draw others: leave strategy out"
+        )
     if training is not None and (mode, rounding) != ("merged", training.rounding):
         raise InvalidInput(
             f"train_merged(model) trains the policy that mode='merged' and rounding={training.rounding!r} serve, and "

@@ -23,6 +23,8 @@ from .check import check_trainable, tops
 from .layers import Acting, acting, layers_of
 
 _VERSION = attrgetter("_version")
+_STATES = 64
+"""States of the adapters whose draws are remembered: those that act in turns between two steps."""
 
 
 class _Merged(NamedTuple):
@@ -87,8 +89,7 @@ class Training:
         self.merges, self.rounding = 0, rounding
         self.before_write: Callable[[], object] = _nothing
         self._model = model
-        self._draws = 0
-        self._drawn: tuple[list[Any], int] = [], 0
+        self._draws, self._drawn = 0, dict[int, int]()
         self._merged: _Merged | None = None
         self._last: _Merged | None = None
         self._block = MergedBlock(model, rounding=rounding)
@@ -191,15 +192,19 @@ class Training:
     # Merging
 
     def _seed(self, layers: dict[nn.Module, Acting], ranks: Ranks) -> int | None:
-        """Return the seed to draw with: one for each version of the adapters."""
-        if self.rounding == "nearest":
+        """Return the seed to draw with: one for each state of the adapters, also where others act in between."""
+        if self.rounding == "nearest" or not any(found.adapters for found in layers.values()):
             return None
-        if not any(found.adapters for found in layers.values()):
-            return self._draws  # for nothing: no other version than before
-        now, (before, at) = _drawn_of(layers), self._drawn
-        if ranks.any(now != before or stepped(at, (p for found in layers.values() for p in found.parameters))):
-            self._draws, self._drawn = self._draws + 1, (now, steps())
-        return self._draws
+        state, last = hash(_state(layers)), self._merged or self._last
+        seed = self._drawn.pop(state, None)
+        if ranks.any(seed is None or (last is not None and last.stepped)):
+            self._draws += 1
+            seed = self._draws
+        assert seed is not None
+        self._drawn[state] = seed
+        if len(self._drawn) > _STATES:
+            self._drawn.pop(next(iter(self._drawn)))
+        return seed
 
     def _acting(self) -> Iterator[tuple[nn.Module, Acting]]:
         for name, layer in layers_of(self._model):
@@ -335,10 +340,10 @@ def _merged(layers: dict[nn.Module, Acting]) -> _Merged:
     return _Merged([], adapters, versions, steps(), weights, outside, (), None)
 
 
-def _drawn_of(layers: dict[nn.Module, Acting]) -> list[Any]:
+def _state(layers: dict[nn.Module, Acting]) -> tuple[Any, ...]:
     """Return what tells one state of the adapters from another."""
     facts: list[Any] = [(id(layer), found.adapters, found.scalings) for layer, found in layers.items()]
-    return [*facts, *((id(p), p._version) for found in layers.values() for p in found.parameters)]
+    return *facts, *((id(p), p._version) for found in layers.values() for p in found.parameters)
 
 
 def _nothing() -> None:

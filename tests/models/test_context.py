@@ -622,7 +622,7 @@ def test_plan_serves_until_something_changes(monkeypatch: pytest.MonkeyPatch) ->
     """Steady entries build nothing; an adapter that was reloaded, a moved weight, another scaling do."""
     built = []
     init = TrackedPlan.__init__
-    monkeypatch.setattr(TrackedPlan, "__init__", lambda *args: (built.append(1), init(*args))[1])
+    monkeypatch.setattr(TrackedPlan, "__init__", lambda *args, **given: (built.append(1), init(*args, **given))[1])
     model = models.with_lora(models.qwen2, adapters=("one", "two"))
     layers = model.base_model.model.model.layers
     layer = layers[1].mlp.up_proj

@@ -19,7 +19,7 @@ from processes import spawn
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from lora_merge import InvalidInput, MergedWeights, Plan, Segment, save_merged, train_merged
+from lora_merge import InvalidInput, MergedWeights, Plan, Segment, SglangSync, save_merged, train_merged
 from lora_merge.restore import TrackedPlan
 from tests.training.test_train import LINEARS, adapted, assert_base, bits, loss_of, shake
 from tests.training.test_train_ranks import whole
@@ -48,28 +48,30 @@ def assert_streamed(computed: dict[str, Tensor], streamed: dict[str, Tensor]) ->
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_a_pass_serves_what_is_trained(name: str) -> None:
-    """Forwards before and after it, and passes of one version, have one draw; the next version has another."""
+    """A forward after a pass, and one before it, have its bits; each step draws anew."""
     model = DRAWN[name]()
     base, weights = bits(model), MergedWeights(model, rounding="stochastic")
     with train_merged(model, rounding="stochastic") as training:
         seen = []
-        for _ in range(3):
+        for _ in range(4):
             shake(model)
-            loss_of(model)
+            training.refresh()  # the draw of what comes
             before = held(model)
-            streamed = {name: tensor.clone() for name, tensor in weights}
+            streamed = dict(weights)
             assert_streamed(before, streamed)
-            loss_of(model)
+            training.refresh()
             assert_streamed(held(model), streamed)
-            assert_streamed(dict(weights), streamed)
-            training.pause()
-            assert_base(model, base)
-            assert_streamed(dict(weights), streamed)
-            seen.append(streamed)
-            factors = [p for n, p in model.named_parameters() if "lora_" in n]
-            with torch.no_grad():
-                factors[0].add_(0)  # another version of the same values
-            assert any(not torch.equal(tensor, streamed[name]) for name, tensor in weights)
+            shake(model, 0.1)  # two steps that nothing is served of
+            training.refresh()
+            seen.append({n: t.clone() for n, t in streamed.items()})
+        again = dict(weights)
+        assert_streamed(again, dict(weights))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data.mul_(1)
+                torch._C._autograd._unsafe_set_version_counter((parameter,), (parameter._version + 1,))
+        training.refresh()
+        assert any(not torch.equal(tensor, again[n]) for n, tensor in held(model).items() if n in again)
     assert_base(model, base)
 
 
@@ -89,8 +91,14 @@ def test_one_draw_of_one_version() -> None:
         training.pause()
         loss_of(model).backward()
         assert_streamed(held(model), streamed)
+        assert training.merges == 3
         list(MergedWeights(model, adapters=False))
         training.refresh()
+        assert_streamed(held(model), streamed)
+        model.add_adapter("reference", LoraConfig(r=4, target_modules=["q_proj"]))
+        for name in ("reference", "default"):
+            model.set_adapter(name)
+            training.refresh()
         assert_streamed(held(model), streamed)
     assert_base(model, base)
 
@@ -125,15 +133,16 @@ def test_a_scaling_and_another_adapter_are_another_version() -> None:
             assert_streamed(before, dict(weights))
 
 
-def test_another_rounding_is_refused(tmp_path: Path) -> None:
-    """Before anything is streamed, whichever side rounds otherwise."""
-    for trained, streamed in (("nearest", "stochastic"), ("stochastic", "nearest")):
-        model = DRAWN["bfloat16"]()
-        training = train_merged(model, rounding=trained)
-        with pytest.raises(InvalidInput, match=f"rounding='{streamed}' for a model that is trained .*='{trained}'"):
-            list(MergedWeights(model, rounding=streamed))
-        training.close()
-        list(MergedWeights(model, rounding=streamed))
+@pytest.mark.parametrize(("trained", "served"), [("nearest", "stochastic"), ("stochastic", "nearest")])
+def test_another_rounding_is_refused(trained: str, served: str) -> None:
+    """Before an engine is asked, whichever side rounds otherwise; and so is a draw of the sender's own."""
+    model = DRAWN["bfloat16"]()
+    with train_merged(model, rounding=trained):
+        with pytest.raises(InvalidInput, match=f"rounding='{trained}' serve, and this would serve another one"):
+            SglangSync(model, "http://127.0.0.1:9", rounding=served).push()
+        if trained == "stochastic":
+            with pytest.raises(InvalidInput, match="strategy='unshard' would draw others"):
+                SglangSync(model, "http://127.0.0.1:9", rounding=trained, strategy="unshard").push()
 
 
 def test_refused() -> None:
