@@ -91,7 +91,7 @@ for step in $steps; do
     rollout-experts) # a quarter of the 48 layers: capturing CUDA graphs of more of them takes most of ten minutes
       bench rollout-experts-$card rollout --shape qwen3-30b-a3b --layers 12 --repeats 2 \
         --plot "$out/rollout-experts-$card.png" ;;
-    step) bench step-$card step --shape qwen2.5-7b --plot "$out/step-$card.png" ;;
+    step) bench step-$card step --shape qwen2.5-7b --steps 3 --completions 48 --plot "$out/step-$card.png" ;;
     step-x2) bench step-$card-x2 step --shape qwen2.5-7b --ranks 2 --steps 3 --completions 48 \
       --plot "$out/step-$card-x2.png" ;;
     train) bench train-$card train --plot "$out/train-$card.png" ;;
