@@ -130,11 +130,13 @@ def go_on(base: Path, out: Path, checkpoint: Path) -> None:
         run(base, out, checkpoint)
 
 
-def test_resume(base: Path, tmp_path: Path) -> None:
+def test_resume(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What goes on from a checkpoint in another process ends, bit for bit, where the run that was not interrupted did;
     a checkpoint holds the adapter and nothing of the base."""
     run(base, tmp_path / "whole")
     given = (base, tmp_path / "second", tmp_path / "whole" / f"checkpoint-{SAVED}")
+    for place in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # of the trainer in this process
+        monkeypatch.delenv(place, raising=False)
     process = multiprocessing.get_context("spawn").Process(target=go_on, args=given)
     process.start()
     process.join(240)
@@ -160,7 +162,7 @@ def test_an_interrupt(trainer_of: TrainerOf) -> None:
             assert changed(trainer.model, before) > 0
             raise KeyboardInterrupt
 
-    hook = trainer.model.get_base_model().lm_head.register_forward_hook(interrupt)
+    hook = trainer.model.get_base_model().model.layers[-1].register_forward_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert changed(trainer.model, before) == 0
