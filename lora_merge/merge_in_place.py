@@ -30,10 +30,12 @@ class InPlaceMerge:
 
     Attributes:
         places: names of weights and addresses of what is merged of them.
+        row_scales: DoRA's factors of all rows as of the last `gather`, by id of the delta's owner.
     """
 
     def __init__(self, deltas: Sequence[Delta], jobs: Sequence[Job], ranks: Ranks, device: torch.device) -> None:
         self._operands = Operands([Turn(deltas, jobs)], ranks, device, private=True)
+        self.row_scales = self._scales(deltas)
         here = [job for job in jobs if job.source is job.destination]
         self.places = [(job.delta.name, job.source.data_ptr()) for job in jobs]
         segments = [segment for job in here for segment in self._operands.segments(job)]
@@ -42,6 +44,10 @@ class InPlaceMerge:
         self._apart = merge_plan([job for job in jobs if job.source is not job.destination], self._operands)
         self._device, self._narrow = device, any(job.source.dtype == NARROW for job in here)
         self._rows = {job.delta.name for job in here if job.delta.magnitude is not None}
+
+    def _scales(self, deltas: Sequence[Delta]) -> dict[int, Tensor]:
+        scales = ((id(delta.owner), self._operands.row_scale(delta)) for delta in deltas)
+        return {key: scale for key, scale in scales if scale is not None}
 
     def release(self) -> None:
         """See `Plan.release`."""
@@ -96,6 +102,7 @@ class UnshardedMerge(InPlaceMerge):
 
     def __init__(self, deltas: Sequence[Delta], jobs: Sequence[Job], ranks: Ranks, device: torch.device) -> None:
         self._operands = Operands([Turn(deltas, everything={delta.name for delta in deltas})], ranks, device)
+        self.row_scales = self._scales(deltas)
         self._deltas, self._jobs, self._ranks, self._device = deltas, jobs, ranks, device
         self.places = [(job.delta.name, job.source.data_ptr()) for job in jobs]
         self._bases: list[Tensor] = []

@@ -18,6 +18,7 @@ from ..models.guards import guarded, refuse
 from ..models.live import live
 from ..models.pausing import pausing
 from .check import check_trainable, tops
+from .dora import with_rows, zero_rows
 from .layers import Acting, acting, layers_of
 
 _VERSION = attrgetter("_version")
@@ -155,6 +156,7 @@ class Training:
 
     def _enter(self) -> None:
         self._layers = dict(self._acting())
+        zeros = zero_rows(self._model, self._layers)
         for layer in self._layers:
             if id(layer) not in self._hooked:
                 self._hooked.add(id(layer))
@@ -169,6 +171,7 @@ class Training:
         try:
             facts, inside = live(self._model).snapshot().facts, tuple(map(_VERSION, weights))
             now = _Merged(facts, adapters, versions, weights, outside, inside)
+            self._layers = with_rows(self._model, self._layers, zeros)
             if self._last is not None and self._last.same_bits(now):
                 # A backward pass of a forward from before the pause may go on.
                 now = now._replace(inside=self._last.inside)
