@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,8 @@ from peft import LoraConfig, PeftModel, TrainableTokensConfig, get_peft_model
 from torch import Tensor, nn
 
 from lora_merge import InvalidInput, merged, train_merged
-from lora_merge.training import products, straight
-from tests.training.test_train import LINEARS, assert_base, bits, loss_of
+from lora_merge.training import products
+from tests.training.test_train import LINEARS, bits, loss_of
 
 ADAPTERS = ("lora_", "trainable_tokens_delta")
 
@@ -124,7 +124,7 @@ MODELS: dict[str, Callable[[torch.dtype], PeftModel]] = {
     "tokens by frequency": lambda dtype: adapted(
         partial(Scaled, True), dtype, target_modules=["head"], trainable_token_indices={"embed": list(range(5, 60))}
     ),
-    "tokens, bias, dora's opposite, modules beside": lambda dtype: adapted(
+    "tokens, bias, modules beside": lambda dtype: adapted(
         models.qwen2,
         dtype,
         target_modules=["q_proj"],
@@ -210,3 +210,199 @@ def test_gradients(name: str) -> None:
     for key, tensor in model.state_dict().items():
         if not any(part in key for part in ADAPTERS):
             assert_same_bits(tensor, before[key], key)
+
+
+SITUATIONS = ["dora", "dora, convolutions", "tokens, tied", "beside dora", "bias", "dora, scaled embedding"]
+
+
+@pytest.mark.parametrize("name", [name for name in SITUATIONS if name not in ("bias", "dora, convolutions")])
+def test_weights_of_16_bits(name: str) -> None:
+    """Gradients in the adapters' dtype; their error is that of the forward's arithmetic."""
+    model = MODELS[name](torch.bfloat16)
+    for parameter_name, parameter in model.named_parameters():
+        if any(part in parameter_name for part in ADAPTERS):
+            parameter.data = parameter.data.float()
+    _, wanted = truth(model)
+    with train_merged(model):
+        loss_of(model).backward()
+    assert {gradient.dtype for gradient in gradients(model).values()} == {torch.float32}
+    assert_close(gradients(model), wanted, 0.06)
+
+
+@pytest.mark.parametrize("name", ["dora", "beside dora", "tokens, tied", "bias"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
+    model = MODELS[name](torch.float32)
+    _, wanted = truth(model)
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    with train_merged(model.train()) as training:
+        loss_of(model).backward()
+        assert training.merges == 1
+    assert_close(gradients(model), wanted, 2e-5)
+
+
+@pytest.mark.parametrize("name", ["dora", "tokens, tied", "bias"])
+@pytest.mark.parametrize("inside", [False, True], ids=["forward", "and backward"])
+def test_autocast(name: str, inside: bool) -> None:
+    """Layers compute in bf16; what the adapters get of that is not rounded once more, in float32."""
+    model = MODELS[name](torch.float32)
+    _, wanted = truth(model)
+    with train_merged(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model)
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+    assert {gradient.dtype for gradient in gradients(model).values()} == {torch.float32}
+    assert_close(gradients(model), wanted, 0.06)
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_the_base_between_forward_and_backward(name: str) -> None:
+    """A reference policy's forward, a pause, and another merge of the same adapters change no bit of the gradients."""
+    model = MODELS[name](torch.float32)
+    with train_merged(model) as training:
+        loss_of(model).backward()
+        wanted = gradients(model)
+        model.zero_grad()
+        loss = loss_of(model)
+        with torch.no_grad(), model.disable_adapter():
+            loss_of(model)
+        loss.backward()
+        assert training.merges == 2
+    for key, gradient in gradients(model).items():
+        assert_same_bits(gradient, wanted[key], key)
+
+
+@pytest.mark.parametrize("name", ["dora", "dora, scaled embedding", "tokens, tied", "bias", "tokens of two"])
+def test_changed_adapters_are_refused(name: str) -> None:
+    """Every parameter of an adapter counts, magnitudes and rows too."""
+    model = MODELS[name](torch.float32)
+    names = [n for n, _ in model.named_parameters() if any(part in n for part in ADAPTERS)]
+    kinds = {n.split(".default")[0].rpartition(".")[2]: n for n in names}
+    with train_merged(model):
+        for key in kinds.values():
+            loss = loss_of(model)
+            with torch.no_grad():
+                model.get_parameter(key).mul_(1.5)
+            loss_of(model)
+            with pytest.raises((InvalidInput, RuntimeError), match=r"other adapters|modified by an inplace operation"):
+                loss.backward()
+
+
+@pytest.mark.parametrize("name", ["dora", "dora, Conv1D", "dora, convolutions", "dora, scaled embedding"])
+def test_magnitudes_of_zero(name: str) -> None:
+    """Their rows are zeros in the merged weight, and their gradients are those of PEFT's formula all the same."""
+    model = MODELS[name](torch.float32)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "magnitude" in key:
+                parameter.flatten()[::3] = 0
+    _, wanted = truth(model)
+    with train_merged(model):
+        loss_of(model).backward()
+    assert_close(gradients(model), wanted, 2e-5)
+
+
+class Alone(nn.Module):
+    """One layer of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.conv = nn.Linear(6, 9), nn.Conv2d(3, 5, 3, padding=1)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "bias"])
+@pytest.mark.parametrize("size", [(0,), (4, 0), (2, 3), (), (1,)], ids=str)
+def test_shapes_of_inputs(kind: str, size: tuple[int, ...]) -> None:
+    """Zero rows, one row, no row dimension; inputs that need gradients get those of the merged weight."""
+    if (kind, size) == ("dora", ()):
+        pytest.skip("PEFT's DoRA gives outputs another shape")
+    config: dict[str, Any] = {"lora": {}, "dora": DORA, "bias": {"lora_bias": True}}[kind]
+    model = adapted(Alone, target_modules=["linear"], **config)
+    layer: Any = model.get_base_model().linear
+    x, dy = torch.randn(*size, 6, requires_grad=True), torch.randn(*size, 9)
+    with merged(model):
+        weight = layer.base_layer.weight.detach().clone()
+    wanted = torch.autograd.grad(layer(x), list(parameters_of(layer)), dy)
+    with train_merged(model):
+        layer(x).backward(dy)
+        torch.testing.assert_close(x.grad, dy @ weight)
+    for parameter, gradient in zip(parameters_of(layer), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_images_without_a_batch() -> None:
+    model = adapted(Alone, target_modules=["conv"], use_dora=True)
+    layer: Any = model.get_base_model().conv
+    x, dy = torch.randn(1, 3, 5, 4), torch.randn(1, 5, 5, 4)
+    wanted = torch.autograd.grad(layer(x), list(parameters_of(layer)), dy)
+    for batched in (False, True):
+        model.zero_grad()
+        with train_merged(model):
+            layer(x if batched else x[0]).backward(dy if batched else dy[0])
+        for parameter, gradient in zip(parameters_of(layer), wanted, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
+
+
+def parameters_of(layer: nn.Module) -> Iterator[nn.Parameter]:
+    return (p for n, p in layer.named_parameters() if "lora_" in n)
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+
+def in_float32(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+    """`torch.mm` with float32 sums, as a GPU has it."""
+    if out is not None:
+        return out.copy_(a @ b)
+    assert (a.dtype, b.dtype, out_dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    return a.float() @ b.float()
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("shape", [(300, 70, 5), (1, 9, 1), (0, 4, 3), (6, 0, 2)], ids=str)
+def test_products_of_16_bits_with_float32(
+    shape: tuple[int, int, int], turned: bool, split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As exact as PEFT's, which casts to float32."""
+    monkeypatch.setattr(products, "BLOCK", 500)
+    if split:
+        monkeypatch.setattr(products, "_sums_in_float32", lambda device: True)
+        monkeypatch.setattr(torch, "mm", in_float32)
+    rows, k, r = shape
+    x = torch.randn(k, rows).t().to(torch.bfloat16) if turned else torch.randn(rows, k).to(torch.bfloat16)
+    factor = torch.randn(k, r) * 10.0 ** torch.randint(-6, 3, (k, r))
+    exact, peft = x.double() @ factor.double(), x.float() @ factor
+    size = x.double().abs() @ factor.double().abs()
+    found = products.times(x, factor)
+    assert found.dtype == torch.float32
+    assert ((found - exact).abs() <= (k + 3) * 2**-24 * size).all()
+    if found.numel() > 100:
+        assert (found - exact).norm() <= 1.5 * (peft - exact).norm()
+
+
+def test_parts_make_the_whole() -> None:
+    values = torch.randn(10000) * 10.0 ** torch.randint(-30, 30, (10000,))
+    assert torch.equal(sum(part.double() for part in products.parts(values)), values.double())
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (0, 4), (700, 3)], ids=str)
+def test_sums_of_products(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "BLOCK", 100)
+    one, other, minus = torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16(), torch.randn(shape[1])
+    wanted = (one.double() * (other.double() - minus.double())).sum(0)
+    torch.testing.assert_close(products.dots(one, other, minus).double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_frozen_magnitude_gets_no_gradient() -> None:
+    model = MODELS["dora"](torch.float32)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_B" in name)
+    _, wanted = truth(model)
+    with train_merged(model):
+        loss_of(model).backward()
+    assert_close(gradients(model), wanted, 2e-5)
