@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -77,9 +77,9 @@ class Acting:
         way = _WAYS[path_of(type(self.layer))]
         for adapter in self.adapters:
             y = way(self, adapter, y, x, ready)
-        if self.rows is not None and (adapter := self.dora) is not None:
+        if self.rows is not None:
             channels = -1 - len(getattr(self.base, "kernel_size", ()))
-            magnitude = self.layer.lora_magnitude_vector[adapter].weight
+            magnitude = self.layer.lora_magnitude_vector[self.dora].weight
             bias = getattr(self.base, "bias", None)
             y = straight.Magnitude.apply(y, x, magnitude, bias, channels, self.rows, ready)
         return y
@@ -199,7 +199,7 @@ def _counted(parameter: Tensor) -> list[Tensor]:
     return [parameter] if local is parameter else [parameter, local]
 
 
-def _adds(named: Sequence[tuple[nn.Module, dict[str, Tensor]]], factor: float | Tensor) -> straight.Added:
+def _adds(named: Sequence[tuple[nn.Module, Mapping[str, Tensor]]], factor: float | Tensor) -> straight.Added:
     """Return PEFT's `factor * lora_B(lora_A(x))` as a function of the parameters."""
 
     def adds(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:

@@ -1,9 +1,9 @@
 """Products of activations with adapters' factors: float32 factors beside 16-bit activations lose nothing.
 
-PEFT casts activations to the dtype of the factors first, which takes a float32 copy of each. A float32 number is the sum
-of three bf16 numbers (8 bits each), and products of bf16 numbers are exact in float32. So a product of bf16 activations
-with a float32 factor is one of bf16 with the three parts side by side, summed in float32: as exact as PEFT's, without
-its copy, and on the matrix units. Where that is not to be had, activations are cast a block at a time.
+PEFT casts activations to the dtype of the factors first, which takes a float32 copy of each. A float32 number is the
+sum of three bf16 numbers (8 bits each), and products of bf16 numbers are exact in float32. So a product of bf16
+activations with a float32 factor is one of bf16 with the three parts side by side, summed in float32: as exact as
+PEFT's, without its copy, and on the matrix units. Where that is not to be had, activations are cast a block at a time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,31 @@ from torch import Tensor
 
 BLOCK = 1 << 22
 """Elements of activations that are cast at a time."""
+TRITON = False
+"""Whether large inputs on a GPU take the Triton kernels; False until `benchmarks/backward.py` has shown them faster."""
+_LARGE = 1024
+"""Tokens from which these are worth their launches."""
+
+
+def factor_gradients(
+    x: Tensor, dy: Tensor, lora_A: Tensor, lora_B: Tensor, wants: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return `(dy lora_B)^T x` and `dy^T (x lora_A^T)`, in the dtypes of the factors; None for one that is not wanted.
+
+    Args:
+        x, dy: `[tokens, in]`, `[tokens, out]`.
+        lora_A, lora_B: `[r, in]`, `[out, r]`.
+    """
+    if TRITON and all(wants) and x.is_cuda and len(x) >= _LARGE:
+        from ..kernels.triton import gradients
+
+        if gradients.serves(x, dy, lora_A, lora_B):
+            dA, dB = gradients.factor_gradients(x, dy, lora_A, lora_B)
+            return dA.to(lora_A.dtype), dB.to(lora_B.dtype)
+    return (
+        times(x.t(), times(dy, lora_B).to(lora_A.dtype)).t() if wants[0] else None,
+        times(dy.t(), times(x, lora_A.t()).to(lora_B.dtype)) if wants[1] else None,
+    )
 
 
 def times(x: Tensor, factor: Tensor) -> Tensor:

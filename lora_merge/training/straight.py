@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .products import dots, times
+from .products import dots, factor_gradients, times
 
 Added: TypeAlias = Callable[[Tensor, Sequence[Tensor]], Tensor]
 """What adapters add to a layer's output, from its input and their parameters."""
@@ -31,11 +31,11 @@ class Zeros(NamedTuple):
     """Rows whose magnitude is 0, so that the merged weight says nothing of them.
 
     Args:
-        index: their numbers.
+        numbers: theirs.
         outputs: returns `[..., rows]`, their outputs with a magnitude of 1, from the layer's input.
     """
 
-    index: Tensor
+    numbers: Tensor
     outputs: Callable[[Tensor], Tensor]
 
 
@@ -86,14 +86,12 @@ class Linear(torch.autograd.Function):
         x, lora_A, lora_B = ctx.saved_tensors
         inputs, gradient = _matrix(x), _matrix(dy)
         _, _, wants_A, wants_B, wants_bias, *_ = ctx.needs_input_grad
-        dA = dB = dbias = None
         with _exact(dy):
-            if wants_A:
-                dA = times(inputs.t(), times(gradient, _scaled(lora_B, ctx.rows))).t().mul_(ctx.scaling)
-            if wants_B:
-                dB = _scaled(times(gradient.t(), times(inputs, lora_A.t())), ctx.rows).mul_(ctx.scaling)
-            if wants_bias:
-                dbias = gradient.sum(0, dtype=lora_B.dtype).mul_(ctx.scaling)
+            scaled = _scaled(lora_B, ctx.rows)
+            dA, dB = factor_gradients(inputs, gradient, lora_A, scaled, (wants_A, wants_B))
+            dA = None if dA is None else dA.mul_(ctx.scaling)
+            dB = None if dB is None else _scaled(dB, ctx.rows).mul_(ctx.scaling)
+            dbias = gradient.sum(0, dtype=lora_B.dtype).mul_(ctx.scaling) if wants_bias else None
         return dy, None, dA, dB, dbias, None, None, None
 
 
@@ -214,7 +212,7 @@ class Magnitude(torch.autograd.Function):
             dm = dots(gradient, _matrix(y.movedim(ctx.channels, -1)), bias) / magnitude.flatten()
             if (zeros := ctx.rows.zeros) is not None:
                 outputs = _matrix(zeros.outputs(x).movedim(ctx.channels, -1))
-                dm[zeros.index] = dots(gradient[:, zeros.index], outputs)
+                dm[zeros.numbers] = dots(gradient[:, zeros.numbers], outputs)
         return dy, None, dm.to(magnitude.dtype).view(magnitude.shape), None, None, None, None
 
 

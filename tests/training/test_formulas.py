@@ -101,9 +101,7 @@ MODELS: dict[str, Callable[[torch.dtype], PeftModel]] = {
     "dora, tied embedding": lambda dtype: adapted(
         partial(models.qwen2, tied=True), dtype, target_modules=["embed_tokens", "q_proj"], **DORA
     ),
-    "dora, convolutions": lambda dtype: adapted(
-        models.Convolutions, dtype, target_modules=models.CONVOLUTIONS, **DORA
-    ),
+    "dora, convolutions": lambda dtype: adapted(models.Convolutions, dtype, target_modules=models.CONVOLUTIONS, **DORA),
     "dora, scaled embedding": lambda dtype: adapted(Scaled, dtype, target_modules=["embed", "head"], **DORA),
     "dora, modules beside": lambda dtype: adapted(
         models.qwen2, dtype, target_modules=["q_proj"], modules_to_save=["lm_head", "norm"], **DORA
