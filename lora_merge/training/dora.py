@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..context import row_scales
-from ..errors import InvalidInput
+from ..errors import InvalidInput, UnsupportedAdapter
 from ..models.live import live
 from ..shards import here
 from .layers import Acting
@@ -49,11 +49,18 @@ def with_rows(
     model: nn.Module, layers: Mapping[nn.Module, Acting], zeros: Mapping[nn.Module, Zeros]
 ) -> dict[nn.Module, Acting]:
     """Return what acts in layers of a model that is merged now, with DoRA's rows."""
+    found = dict(layers)
     factors = row_scales(model)
-    return {
-        layer: acting if acting.dora is None else replace(acting, rows=Rows(factors[id(acting.base)], zeros.get(layer)))
-        for layer, acting in layers.items()
-    }
+    for layer, acting in layers.items():
+        if acting.dora is None:
+            continue
+        if (factor := factors.get(id(acting.base))) is None:
+            raise UnsupportedAdapter(
+                f"{acting.name}: adapter '{acting.dora}', a DoRA adapter, shares its factors and its weight with "
+                "another layer, which cannot be trained on merged weights: adapt one of the two"
+            )
+        found[layer] = replace(acting, rows=Rows(factor, zeros.get(layer)))
+    return found
 
 
 def magnitude(acting: Acting) -> Tensor:
@@ -73,7 +80,7 @@ def _zeros(acting: Acting) -> Zeros:
     else:
         lora_A, lora_B = layer.lora_A[adapter].weight.flatten(1), layer.lora_B[adapter].weight.flatten(1)
     weight = base.weight.t()[index] if turned else base.weight[index].flatten(1)
-    rows = weight.double() + acting.scaling(str(adapter)) * (lora_B[index].double() @ lora_A.double())
+    rows = weight.double() + acting.adapters[str(adapter)] * (lora_B[index].double() @ lora_A.double())
     rows = (rows / rows.norm(dim=1, keepdim=True)).to(torch.promote_types(base.weight.dtype, torch.float32))
 
     def outputs(x: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class Acting:
     Args:
         name: of the layer.
         layer: of PEFT's.
-        adapters: names of the adapters that act in its forward.
+        adapters: names of the adapters that act in its forward, and the scaling of each; 1 of one that has none.
         parameters: theirs, and of sharded ones what is here of them.
         weights: base parameters that hold them while they are merged.
         rows: DoRA's, as merged; None: there are none, or nothing is merged yet.
@@ -54,7 +54,7 @@ class Acting:
 
     name: str
     layer: Any
-    adapters: tuple[str, ...]
+    adapters: dict[str, float]
     parameters: Sequence[Tensor]
     weights: Sequence[Tensor]
     rows: straight.Rows | None = None
@@ -68,9 +68,6 @@ class Acting:
     def dora(self) -> str | None:
         """The DoRA adapter that acts, which does so alone."""
         return next((adapter for adapter in self.adapters if _is_dora(self.layer, adapter)), None)
-
-    def scaling(self, adapter: str) -> float:
-        return float(self.layer.scaling[adapter])
 
     def attach(self, y: Tensor, x: Tensor, ready: Ready) -> Tensor:
         """Return the layer's output, with the way back to the parameters of the adapters."""
@@ -89,13 +86,13 @@ def _linear(acting: Acting, adapter: str, y: Tensor, x: Tensor, ready: Ready) ->
     lora_A, lora_B = acting.layer.lora_A[adapter], acting.layer.lora_B[adapter]
     if type(lora_A) is not nn.Linear or type(lora_B) is not nn.Linear:
         return _recomputed(acting, adapter, y, x, ready)
-    scaling, rows = acting.scaling(adapter), acting.rows
+    scaling, rows = acting.adapters[adapter], acting.rows
     return straight.Linear.apply(y, x, lora_A.weight, lora_B.weight, lora_B.bias, scaling, rows, ready)
 
 
 def _recomputed(acting: Acting, adapter: str, y: Tensor, x: Tensor, ready: Ready) -> Tensor:
     named = [(half, dict(half.named_parameters())) for half in _halves(acting.layer, adapter)]
-    factor: float | Tensor = acting.scaling(adapter)
+    factor: float | Tensor = acting.adapters[adapter]
     if acting.rows is not None:
         shape = (-1, *[1] * len(getattr(acting.base, "kernel_size", ())))
         factor = acting.rows.factor.to(x.device).view(shape) * factor
@@ -105,7 +102,7 @@ def _recomputed(acting: Acting, adapter: str, y: Tensor, x: Tensor, ready: Ready
 
 def _embedding(acting: Acting, adapter: str, y: Tensor, x: Tensor, ready: Ready) -> Tensor:
     lora_A, lora_B = acting.layer.lora_embedding_A[adapter], acting.layer.lora_embedding_B[adapter]
-    scaling, rows = acting.scaling(adapter), acting.rows
+    scaling, rows = acting.adapters[adapter], acting.rows
     return straight.Embedding.apply(y, x, lora_A, lora_B, acting.base, scaling, rows, ready)
 
 
@@ -137,15 +134,16 @@ def acting(name: str, layer: Any) -> Acting:
     """
     path = path_of(type(layer))
     if layer.disable_adapters:
-        return Acting(name, layer, (), (), ())
+        return Acting(name, layer, {}, (), ())
     if path not in _WAYS:
         raise UnsupportedAdapter(
             f"{name}: a {path} cannot be trained on merged weights yet, only LoRA on Linear, Embedding and Conv "
             "layers and trainable tokens: train this model with PEFT's forward, and serve it merged"
         )
-    there = layer.trainable_tokens_delta if path == _TOKENS else layer.scaling
-    adapters = tuple(sorted(a for a in layer.active_adapters if a in there))
-    if path != _TOKENS:
+    if path == _TOKENS:
+        adapters = {a: 1.0 for a in sorted(layer.active_adapters) if a in layer.trainable_tokens_delta}
+    else:
+        adapters = {a: float(layer.scaling[a]) for a in sorted(layer.active_adapters) if a in layer.scaling}
         for adapter in adapters:
             _check(name, layer, adapter)
     parts = [p for adapter in adapters for p in _parameters(layer, path, adapter)]

@@ -209,11 +209,11 @@ class Magnitude(torch.autograd.Function):
             return dy, None, None, None, None, None, None
         with _exact(dy):
             gradient = _matrix(dy.movedim(ctx.channels, -1))
-            dm = dots(gradient, _matrix(y.movedim(ctx.channels, -1)), bias) / magnitude.flatten()
+            dm = dots(gradient, _matrix(y.movedim(ctx.channels, -1)), bias) / magnitude.flatten().to(gradient.device)
             if (zeros := ctx.rows.zeros) is not None:
                 outputs = _matrix(zeros.outputs(x).movedim(ctx.channels, -1))
                 dm[zeros.numbers] = dots(gradient[:, zeros.numbers], outputs)
-        return dy, None, dm.to(magnitude.dtype).view(magnitude.shape), None, None, None, None
+        return dy, None, dm.to(magnitude).view(magnitude.shape), None, None, None, None
 
 
 class EmbeddingRows(torch.autograd.Function):

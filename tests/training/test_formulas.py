@@ -404,3 +404,39 @@ def test_a_frozen_magnitude_gets_no_gradient() -> None:
     with train_merged(model):
         loss_of(model).backward()
     assert_close(gradients(model), wanted, 2e-5)
+
+
+@pytest.mark.parametrize("name", ["dora", "tokens, tied", "bias", "dora, embedding and head"])
+def test_compiled_models(name: str) -> None:
+    """The same gradients, step after step."""
+    model, plain = MODELS[name](torch.float32), MODELS[name](torch.float32)
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(model, backend="eager")
+    with train_merged(model), train_merged(plain):
+        for step in range(2):
+            for one, call in ((model, compiled), (plain, plain)):
+                one.zero_grad()
+                call(input_ids=models.tokens(), labels=models.tokens()).loss.backward()
+                torch.manual_seed(step)
+            assert_close(gradients(model), {n: g.double() for n, g in gradients(plain).items()}, 1e-5)
+            for one in (model, plain):
+                torch.manual_seed(step)
+                shaken(one)
+
+
+def test_scalings_are_those_of_the_merge() -> None:
+    """A layer that is called by itself after `set_scale`: forward and backward keep to what is merged."""
+    model = MODELS["bias"](torch.float32)
+    layer: Any = next(iter(layers_of(model).values()))
+    x = torch.randn(3, layer.in_features)
+    with train_merged(model):
+        loss_of(model)
+        wanted = layer(x)
+        wanted.sum().backward()
+        before = gradients(model)
+        model.zero_grad()
+        layer.set_scale("default", 9.0)
+        assert_same_bits(layer(x), wanted)
+        layer(x).sum().backward()
+    for name, gradient in gradients(model).items():
+        assert_same_bits(gradient, before[name], name)
