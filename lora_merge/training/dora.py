@@ -50,10 +50,9 @@ def with_rows(
 ) -> dict[nn.Module, Acting]:
     """Return what acts in layers of a model that is merged now, with DoRA's rows."""
     found = dict(layers)
-    factors = row_scales(model)
-    for layer, acting in layers.items():
-        if acting.dora is None:
-            continue
+    scaled = {layer: acting for layer, acting in layers.items() if acting.dora is not None}
+    factors = row_scales(model) if scaled else {}
+    for layer, acting in scaled.items():
         if (factor := factors.get(id(acting.base))) is None:
             raise UnsupportedAdapter(
                 f"{acting.name}: adapter '{acting.dora}', a DoRA adapter, shares its factors and its weight with "
