@@ -36,7 +36,6 @@ _VERSIONS = 64
 """Version counters inside a block begin at a multiple of `_VERSIONS` beyond `_FIRST_VERSION`, half of their range."""
 _entries = count()
 _merges: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
-_row_scales: WeakKeyDictionary[nn.Module, dict[int, Tensor]] = WeakKeyDictionary()
 
 
 class _Known(NamedTuple):
@@ -148,7 +147,6 @@ def merged(
         undo.callback(found.reshard)
         found.reshard()  # here, where every rank does: what some have gathered and others not, no forward gathers
         way_back.merges = _merges_for(found, bool(layers), deltas, jobs, strategy)
-        _row_scales[found.key] = {key: rows for merge in way_back.merges for key, rows in merge.row_scales.items()}
         errors: list[Exception] = []
         with torch.inference_mode():
             for merge in way_back.merges:
@@ -165,12 +163,6 @@ def merged(
         except BaseException:  # an interrupt may come before the first line of a function
             to_the_end(lambda: undo.__exit__(*sys.exc_info()))
             raise
-
-
-def row_scales(model: nn.Module) -> dict[int, Tensor]:
-    """Return the factors of DoRA's rows of a model that is merged now, float32 `[out]`, all rows on every rank, by id
-    of the module that holds the weight."""
-    return _row_scales.get(live(model).key, {})
 
 
 def _check(weights: dict[Address, Tensor], deltas: Sequence[Delta]) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .errors import NotRestored
 from .kernels import backend as kernels
@@ -21,6 +22,9 @@ from .shards.exchange import Exchange
 from .shards.ranks import Ranks, noted
 from .stream.buckets import BUCKET_BYTES, batched
 
+ROW_SCALES: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
+"""DoRA's factors of all rows of weights that are merged in place, or were last: float32 `[out]`, by their module."""
+
 
 class InPlaceMerge:
     """The deltas of one device, merged where they lie.
@@ -30,12 +34,11 @@ class InPlaceMerge:
 
     Attributes:
         places: names of weights and addresses of what is merged of them.
-        row_scales: DoRA's factors of all rows as of the last `gather`, by id of the delta's owner.
     """
 
     def __init__(self, deltas: Sequence[Delta], jobs: Sequence[Job], ranks: Ranks, device: torch.device) -> None:
         self._operands = Operands([Turn(deltas, jobs)], ranks, device, private=True)
-        self.row_scales = self._scales(deltas)
+        self._scales = self._scales_of(deltas)
         here = [job for job in jobs if job.source is job.destination]
         self.places = [(job.delta.name, job.source.data_ptr()) for job in jobs]
         segments = [segment for job in here for segment in self._operands.segments(job)]
@@ -45,9 +48,10 @@ class InPlaceMerge:
         self._device, self._narrow = device, any(job.source.dtype == NARROW for job in here)
         self._rows = {job.delta.name for job in here if job.delta.magnitude is not None}
 
-    def _scales(self, deltas: Sequence[Delta]) -> dict[int, Tensor]:
-        scales = ((id(delta.owner), self._operands.row_scale(delta)) for delta in deltas)
-        return {key: scale for key, scale in scales if scale is not None}
+    def _scales_of(self, deltas: Sequence[Delta]) -> WeakKeyDictionary[nn.Module, Tensor]:
+        """Return where DoRA's factors lie, by owner of the delta."""
+        scales = ((delta.owner, self._operands.row_scale(delta)) for delta in deltas)
+        return WeakKeyDictionary({o: scale for o, scale in scales if o is not None and scale is not None})
 
     def release(self) -> None:
         """See `Plan.release`."""
@@ -58,6 +62,7 @@ class InPlaceMerge:
     def gather(self, first: Callable[[], object]) -> None:
         """Do what is collective over the ranks; `first`: to be called before a weight is written here."""
         self._operands.refresh()
+        ROW_SCALES.update(self._scales)
 
     def merge(self, aside: Callable[[], object], weights: Iterable[Tensor]) -> None:
         """Merge.
@@ -102,7 +107,7 @@ class UnshardedMerge(InPlaceMerge):
 
     def __init__(self, deltas: Sequence[Delta], jobs: Sequence[Job], ranks: Ranks, device: torch.device) -> None:
         self._operands = Operands([Turn(deltas, everything={delta.name for delta in deltas})], ranks, device)
-        self.row_scales = self._scales(deltas)
+        self._scales = self._scales_of(deltas)
         self._deltas, self._jobs, self._ranks, self._device = deltas, jobs, ranks, device
         self.places = [(job.delta.name, job.source.data_ptr()) for job in jobs]
         self._bases: list[Tensor] = []

@@ -90,6 +90,7 @@ def read_adapter(name: str, folder: Path, base: Checkpoint, dtype: torch.dtype, 
         renamed = loading_names(model.get_base_model())
         base.turn({n for n in base.tensors if n in turned or renamed(n) in turned})
     weights, bare = MergedWeights(model), MergedWeights(model, adapters=False)
+    weights.as_it_lies = False
     weights.keep_tied = bare.keep_tied = True
     writer = weights.bucket_writer()
     with originals(model):

@@ -91,6 +91,7 @@ def save_merged(
     weights = MergedWeights(
         model, bucket_bytes=bucket_bytes, dtype=dtype, rounding=rounding, adapter_names=adapter_names
     )
+    weights.as_it_lies = False
     ranks = live(model).ranks
     mine = _writes() if write is None else write
     if not ranks.any(mine):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..context import row_scales
 from ..errors import InvalidInput, UnsupportedAdapter
+from ..merge_in_place import ROW_SCALES
 from ..models.live import live
 from ..shards import here
 from .layers import Acting
@@ -45,15 +45,13 @@ def zero_rows(model: nn.Module, layers: Mapping[nn.Module, Acting]) -> dict[nn.M
     return {acting.layer: _zeros(acting) for acting in found}
 
 
-def with_rows(
-    model: nn.Module, layers: Mapping[nn.Module, Acting], zeros: Mapping[nn.Module, Zeros]
-) -> dict[nn.Module, Acting]:
+def with_rows(layers: Mapping[nn.Module, Acting], zeros: Mapping[nn.Module, Zeros]) -> dict[nn.Module, Acting]:
     """Return what acts in layers of a model that is merged now, with DoRA's rows."""
     found = dict(layers)
-    scaled = {layer: acting for layer, acting in layers.items() if acting.dora is not None}
-    factors = row_scales(model) if scaled else {}
-    for layer, acting in scaled.items():
-        if (factor := factors.get(id(acting.base))) is None:
+    for layer, acting in layers.items():
+        if acting.dora is None:
+            continue
+        if (factor := ROW_SCALES.get(acting.base)) is None:
             raise UnsupportedAdapter(
                 f"{acting.name}: adapter '{acting.dora}', a DoRA adapter, shares its factors and its weight with "
                 "another layer, which cannot be trained on merged weights: adapt one of the two"
@@ -79,7 +77,7 @@ def _zeros(acting: Acting) -> Zeros:
     else:
         lora_A, lora_B = layer.lora_A[adapter].weight.flatten(1), layer.lora_B[adapter].weight.flatten(1)
     weight = base.weight.t()[index] if turned else base.weight[index].flatten(1)
-    rows = weight.double() + acting.adapters[str(adapter)] * (lora_B[index].double() @ lora_A.double())
+    rows = weight.double() + acting.scalings[0] * (lora_B[index].double() @ lora_A.double())
     rows = (rows / rows.norm(dim=1, keepdim=True)).to(torch.promote_types(base.weight.dtype, torch.float32))
 
     def outputs(x: Tensor) -> Tensor:

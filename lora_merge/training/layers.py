@@ -44,19 +44,21 @@ class Acting:
     """What acts in one layer.
 
     Args:
-        name: of the layer.
         layer: of PEFT's.
-        adapters: names of the adapters that act in its forward, and the scaling of each; 1 of one that has none.
+        adapters: names of the adapters that act in its forward.
+        scalings: theirs; 1 of one that has none.
         parameters: theirs, and of sharded ones what is here of them.
         weights: base parameters that hold them while they are merged.
+        name: of the layer.
         rows: DoRA's, as merged; None: there are none, or nothing is merged yet.
     """
 
-    name: str
     layer: Any
-    adapters: dict[str, float]
+    adapters: tuple[str, ...]
+    scalings: tuple[float, ...]
     parameters: Sequence[Tensor]
     weights: Sequence[Tensor]
+    name: str = ""
     rows: straight.Rows | None = None
 
     @property
@@ -72,8 +74,8 @@ class Acting:
     def attach(self, y: Tensor, x: Tensor, ready: Ready) -> Tensor:
         """Return the layer's output, with the way back to the parameters of the adapters."""
         way = _WAYS[path_of(type(self.layer))]
-        for adapter in self.adapters:
-            y = way(self, adapter, y, x, ready)
+        for adapter, scaling in zip(self.adapters, self.scalings, strict=True):
+            y = way(self, adapter, scaling, y, x, ready)
         if self.rows is not None:
             channels = -1 - len(getattr(self.base, "kernel_size", ()))
             magnitude = self.layer.lora_magnitude_vector[self.dora].weight
@@ -82,17 +84,16 @@ class Acting:
         return y
 
 
-def _linear(acting: Acting, adapter: str, y: Tensor, x: Tensor, ready: Ready) -> Tensor:
+def _linear(acting: Acting, adapter: str, scaling: float, y: Tensor, x: Tensor, ready: Ready) -> Tensor:
     lora_A, lora_B = acting.layer.lora_A[adapter], acting.layer.lora_B[adapter]
     if type(lora_A) is not nn.Linear or type(lora_B) is not nn.Linear:
-        return _recomputed(acting, adapter, y, x, ready)
-    scaling, rows = acting.adapters[adapter], acting.rows
-    return straight.Linear.apply(y, x, lora_A.weight, lora_B.weight, lora_B.bias, scaling, rows, ready)
+        return _recomputed(acting, adapter, scaling, y, x, ready)
+    return straight.Linear.apply(y, x, lora_A.weight, lora_B.weight, lora_B.bias, scaling, acting.rows, ready)
 
 
-def _recomputed(acting: Acting, adapter: str, y: Tensor, x: Tensor, ready: Ready) -> Tensor:
+def _recomputed(acting: Acting, adapter: str, scaling: float, y: Tensor, x: Tensor, ready: Ready) -> Tensor:
     named = [(half, dict(half.named_parameters())) for half in _halves(acting.layer, adapter)]
-    factor: float | Tensor = acting.adapters[adapter]
+    factor: float | Tensor = scaling
     if acting.rows is not None:
         shape = (-1, *[1] * len(getattr(acting.base, "kernel_size", ())))
         factor = acting.rows.factor.to(x.device).view(shape) * factor
@@ -100,13 +101,12 @@ def _recomputed(acting: Acting, adapter: str, y: Tensor, x: Tensor, ready: Ready
     return straight.Recomputed.apply(y, x, _adds(named, factor), ready, *parameters)
 
 
-def _embedding(acting: Acting, adapter: str, y: Tensor, x: Tensor, ready: Ready) -> Tensor:
+def _embedding(acting: Acting, adapter: str, scaling: float, y: Tensor, x: Tensor, ready: Ready) -> Tensor:
     lora_A, lora_B = acting.layer.lora_embedding_A[adapter], acting.layer.lora_embedding_B[adapter]
-    scaling, rows = acting.adapters[adapter], acting.rows
-    return straight.Embedding.apply(y, x, lora_A, lora_B, acting.base, scaling, rows, ready)
+    return straight.Embedding.apply(y, x, lora_A, lora_B, acting.base, scaling, acting.rows, ready)
 
 
-def _tokens(acting: Acting, adapter: str, y: Tensor, x: Tensor, ready: Ready) -> Tensor:
+def _tokens(acting: Acting, adapter: str, scaling: float, y: Tensor, x: Tensor, ready: Ready) -> Tensor:
     values = acting.layer.trainable_tokens_delta[adapter]
     index = torch.as_tensor(acting.layer.token_indices[adapter], dtype=torch.int64, device=y.device)
     if not len(index):
@@ -116,7 +116,7 @@ def _tokens(acting: Acting, adapter: str, y: Tensor, x: Tensor, ready: Ready) ->
     return straight.LinearRows.apply(y, x, values, index, ready)
 
 
-_WAYS: dict[str, Callable[[Acting, str, Tensor, Tensor, Ready], Tensor]] = {
+_WAYS: dict[str, Callable[[Acting, str, float, Tensor, Tensor, Ready], Tensor]] = {
     _LINEAR: _linear,
     _EMBEDDING: _embedding,
     **dict.fromkeys(_CONVS, _recomputed),
@@ -134,22 +134,26 @@ def acting(name: str, layer: Any) -> Acting:
     """
     path = path_of(type(layer))
     if layer.disable_adapters:
-        return Acting(name, layer, {}, (), ())
+        return Acting(layer, (), (), (), ())
     if path not in _WAYS:
         raise UnsupportedAdapter(
             f"{name}: a {path} cannot be trained on merged weights yet, only LoRA on Linear, Embedding and Conv "
             "layers and trainable tokens: train this model with PEFT's forward, and serve it merged"
         )
-    if path == _TOKENS:
-        adapters = {a: 1.0 for a in sorted(layer.active_adapters) if a in layer.trainable_tokens_delta}
-    else:
-        adapters = {a: float(layer.scaling[a]) for a in sorted(layer.active_adapters) if a in layer.scaling}
+    there = layer.trainable_tokens_delta if path == _TOKENS else layer.scaling
+    adapters = tuple(sorted(a for a in layer.active_adapters if a in there))
+    if path != _TOKENS:
         for adapter in adapters:
             _check(name, layer, adapter)
     parts = [p for adapter in adapters for p in _parameters(layer, path, adapter)]
     weights = list(innermost(layer).parameters(recurse=False))
     return Acting(
-        name, layer, adapters, [t for p in parts for t in _counted(p)], [t for p in weights for t in _counted(p)]
+        layer,
+        adapters,
+        tuple(1.0 if path == _TOKENS else float(layer.scaling[adapter]) for adapter in adapters),
+        [t for p in parts for t in _counted(p)],
+        [t for p in weights for t in _counted(p)],
+        name,
     )
 
 

@@ -94,6 +94,7 @@ for step in $steps; do
     step) bench step-$card step --shape qwen2.5-7b --plot "$out/step-$card.png" ;;
     step-x2) bench step-$card-x2 step --shape qwen2.5-7b --ranks 2 --steps 3 --completions 48 \
       --plot "$out/step-$card-x2.png" ;;
+    train) bench train-$card train --plot "$out/train-$card.png" ;;
     grpo) bench grpo-gpu grpo --device cuda --plot "$out/grpo.png" ;;
     quantised) bench quantised-base-$card quantised --device cuda --shape qwen2.5-7b --layers 28 --repeat 20 ;;
     scaled) bench scaled-$card scaled --device cuda --layers 28 ;;

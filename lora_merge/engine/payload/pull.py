@@ -202,7 +202,7 @@ class PullBuilder:
             for name in stream.windows()
             if name not in blocked and replaced.isdisjoint(stream.entries[name].sources)
         )
-        for setting in ("keep_tied", "dtypes", "rounding", "dtype"):
+        for setting in ("keep_tied", "dtypes", "rounding", "dtype", "as_it_lies"):
             setattr(self._whole, setting, getattr(self._weights, setting))
         self._whole.left_out = names | self._weights.left_out
         whole = self._whole.bucket_writer() if names != frozenset(stream.entries) else None

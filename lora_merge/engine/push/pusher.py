@@ -246,6 +246,8 @@ class Pusher:
 
     async def _wake(self, replica: Replica) -> None:
         if replica.asleep:
+            # Noted before: if this trainer dies, the next push finds the weights awake, and wakes the KV cache too.
+            await self._sequence.tell(replica, "note_pause", waking=True)
             await replica.handle.wake("weights")
 
     async def _sleep_again(self, replicas: Sequence[Replica], slept: Mapping[int, int]) -> None:

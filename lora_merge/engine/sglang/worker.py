@@ -79,7 +79,12 @@ class SglangWorker:
     def session(self) -> WorkerSession:
         manager = self.manager
         return session_of(
-            self.model, lambda: WorkerSession(Loader(Modules(self.model), self.device), lambda: asleep(manager))
+            self.model,
+            lambda: WorkerSession(
+                Loader(Modules(self.model), self.device),
+                lambda: asleep(manager),
+                lambda: bool(manager.offload_tags - {_WEIGHTS}),
+            ),
         )
 
     def stepped(self) -> int:

@@ -260,8 +260,8 @@ def abort(worker: Worker, session: WorkerSession, reason: str | None = None) -> 
 def note_pause(
     worker: Worker, session: WorkerSession, paused: bool | None = None, waking: bool | None = None
 ) -> dict[str, Any]:
-    """Note that a push has paused generation, or left the KV cache asleep, so that the next push can resume the engine
-    (session.py)."""
+    """Note that a push pauses generation, or wakes the weights of a sleeping engine, so that the next push can resume
+    the engine (session.py)."""
     session.paused = session.paused if paused is None else paused
     session.waking = session.waking if waking is None else waking
     return {}
