@@ -470,8 +470,9 @@ def show(record: Record) -> None:
 
 
 def draw(record: Record, file: Path) -> None:
-    """Steps of each case, in steps of the base alone: PEFT's forward, and merged weights."""
+    """Steps of each case, in steps of the base alone: PEFT's forward, and merged weights. Of several ranks 32 alone."""
     shown = [case for case in record["cases"] if "step_ms" in case["ways"]["base"]]
+    shown = [case for case in shown if case["rank"] == 32] or shown
     if not shown:
         raise SystemExit("a picture needs a case that went through")
     groups, longest = [], 1.0

@@ -103,8 +103,8 @@ class DryRunAnswer:
 
     refused: Mapping[str, str]  # tensors that it does not take -> why
     ignored: Sequence[str]  # tensors that fill nothing
-    absent: Sequence[str]  # those among them for parts of the model that the engine was started without
-    missing: Sequence[str]  # parameters that nothing would fill
+    absent: Sequence[str]  # those among them for parts that the engine was started without (a vision tower)
+    missing: Sequence[str]  # parameters and persistent buffers that nothing would fill, in words
     partial: Mapping[str, int]  # tensors of which it leaves some -> elements that it takes
     dtypes: Mapping[str, str]  # tensors that it takes -> dtype in which it holds them
 

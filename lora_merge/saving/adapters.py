@@ -330,9 +330,7 @@ def untied_config(cls: type, config: Any, pairs: Mapping[str, str], adapter: str
     class ties, so a checkpoint beside it needs every name.)
 
     Args:
-        cls: of the model.
         pairs: names of parameters that an adapter makes two.
-        adapter: its name.
 
     Raises:
         UnsupportedAdapter: the class ties them whatever its config says, or computes otherwise where they are two.

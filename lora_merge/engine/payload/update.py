@@ -282,7 +282,6 @@ class UpdateBuilder:
 
         Args:
             weights: the stream of the base, with the settings with which it fits the engines.
-            base: that stream.
             recipients: which workers take which tensors of it.
 
         Raises:

@@ -83,7 +83,6 @@ class PushPlanner(Planner):
     """Plans the transfers of the pushes of a model.
 
     Args:
-        trainer: the ranks that push.
         weights: the stream of the model.
         base: the stream of its base.
         merge: who adds the adapters to the base: "trainer", "engine", or "auto": the engine where some worker runs on

@@ -32,10 +32,8 @@ class Pusher:
 
     Args:
         trainer: the ranks that push, with their engines.
-        planner: decides what is sent.
         pause: what becomes of requests in flight; one of `PAUSES`.
         mode: of the first push, unless it says another.
-        rounding: of merged weights.
         healing: of dirty engines, in words.
         computing: how the trainer's model computes, as of `computing` in configs.py.
     """
@@ -251,7 +249,7 @@ class Pusher:
             await replica.handle.wake("weights")
 
     async def _sleep_again(self, replicas: Sequence[Replica], slept: Mapping[int, int]) -> None:
-        """After a refusal, put engines that were asleep back to sleep at their level."""
+        """Put engines that were asleep back to sleep at their level, after a refusal."""
 
         async def again(replica: Replica) -> None:
             await self._sequence.sleep_again(replica, slept[replica.index])
@@ -294,7 +292,6 @@ class Pusher:
         these, or with one whose handle is not here.
 
         Args:
-            held: what replicas held before.
             brought, name: the state and the name that the push was to bring.
             slept: as of `EngineSequence.go_on`.
         """

@@ -139,11 +139,7 @@ class EngineSequence:
                 )
 
     def _pause_of(self, replica: Replica, switches: bool) -> str:
-        """Decide what happens to requests in flight.
-
-        Args:
-            switches: whether the mode changes.
-        """
+        """Decide what happens to requests in flight."""
         if replica.still_paused and replica.state.kind == "dirty" and self._pause != "abort":
             return "abort" if switches else "keep"
         return "wait" if switches and self._pause == "keep" else self._pause
@@ -268,7 +264,7 @@ class EngineSequence:
         await self.make(replica, [self.make_call("abort", reason=f"a push failed: {replica.error}"), paused, *stops])
 
     async def catch_up(self, replica: Replica, state: State, name: str) -> None:
-        """After an interrupt, reset the caches of an engine that has the new weights, and tell it their name."""
+        """Reset the caches of an engine that has the new weights after an interrupt, and tell it their name."""
         replica.queued_calls = []
         calls = [self.make_call("renew_lease"), *self._resets(replica), *_names(name, state)]
         _check_reset(replica, (await self.make(replica, calls))[1])

@@ -60,9 +60,7 @@ class IncomingPush(NamedTuple):
     """A full push that has begun.
 
     Args:
-        report: of its table.
         digest: of the table.
-        state: that it brings.
         merger: keeps what merging updates onto it needs; None if there will be no updates.
     """
 
@@ -81,7 +79,6 @@ class WorkerSession:
     """The worker's side of all pushes.
 
     Args:
-        loader: into the model.
         asleep: returns the level at which the weights sleep at the moment, so that they must not be read: 1 (kept
             elsewhere) or 2 (thrown away); 0 if they are awake.
         cache_asleep: returns True while the memory of the KV cache is unmapped.
