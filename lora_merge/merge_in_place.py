@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .errors import NotRestored
 from .kernels import backend as kernels
@@ -20,6 +21,9 @@ from .shards import cut
 from .shards.exchange import Exchange
 from .shards.ranks import Ranks, noted
 from .stream.buckets import BUCKET_BYTES, batched
+
+ROW_SCALES: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
+"""DoRA's factors of all rows of weights that are merged in place, or were last: float32 `[out]`, by their module."""
 
 
 class InPlaceMerge:
@@ -48,6 +52,7 @@ class InPlaceMerge:
         self.seed: int | None = None
         self._rounding = rounding
         self._operands = Operands([Turn(deltas, jobs)], ranks, device, private=True)
+        self._scales = self._scales_of(deltas)
         here = [job for job in jobs if job.source is job.destination]
         self.places = [(job.delta.name, job.source.data_ptr()) for job in jobs]
         segments = [segment for job in here for segment in self._operands.segments(job)]
@@ -58,6 +63,11 @@ class InPlaceMerge:
         self._rows = {job.delta.name for job in here if job.delta.magnitude is not None}
         self.needs_base = bool(self._rows)
 
+    def _scales_of(self, deltas: Sequence[Delta]) -> WeakKeyDictionary[nn.Module, Tensor]:
+        """Return where DoRA's factors lie, by owner of the delta."""
+        scales = ((delta.owner, self._operands.row_scale(delta)) for delta in deltas)
+        return WeakKeyDictionary({o: scale for o, scale in scales if o is not None and scale is not None})
+
     def release(self) -> None:
         """See `Plan.release`."""
         self._operands.release()
@@ -67,6 +77,7 @@ class InPlaceMerge:
     def gather(self, first: Callable[[], object]) -> None:
         """Do what is collective over the ranks; `first`: to be called before a weight is written here."""
         self._operands.refresh()
+        ROW_SCALES.update(self._scales)
 
     def merge(self, aside: Callable[[], object], weights: Iterable[Tensor]) -> None:
         """Merge.
@@ -141,6 +152,7 @@ class UnshardedMerge(InPlaceMerge):
         rounding: str = "nearest",
     ) -> None:
         self._operands = Operands([Turn(deltas, everything={delta.name for delta in deltas})], ranks, device)
+        self._scales = self._scales_of(deltas)
         self._deltas, self._jobs, self._ranks, self._device = deltas, jobs, ranks, device
         self.places = [(job.delta.name, job.source.data_ptr()) for job in jobs]
         self._bases: list[Tensor] = []

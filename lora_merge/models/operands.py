@@ -78,7 +78,8 @@ class Operands:
     Args:
         turns: what will be merged. Deltas whose weights lie on none of `ranks` are left out.
         ranks: making `Operands` and `refresh` are collective over them.
-        private: adapters are read from copies that `refresh` makes, so that they may change while weights are merged.
+        private: adapters are read from copies that `refresh` makes, so that they may change while weights are merged;
+            every rank has DoRA's factors of all rows, which gradients take.
     """
 
     def __init__(self, turns: Sequence[Turn], ranks: Ranks, device: torch.device, *, private: bool = False) -> None:
@@ -103,7 +104,7 @@ class Operands:
                 {d.name: [self.whole(rows.values, number) for rows in d.rows] for d in turn.deltas if d.rows}
                 for number, turn in enumerate(turns)
             ]
-        everywhere = {delta.name for turn in turns for delta in turn.deltas if delta.name in turn.everything}
+        everywhere = {d.name for turn in turns for d in turn.deltas if private or d.name in turn.everything}
         self._dora = RowScales(scaled, self, ranks, device, everywhere) if any(scaled) else None
 
     def _gather(

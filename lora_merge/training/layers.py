@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,15 @@ _TUNER_LAYER = "peft.tuners.tuners_utils.BaseTunerLayer"
 _LAYERS = "peft.tuners.lora.layer."
 _LINEAR, _EMBEDDING = _LAYERS + "Linear", _LAYERS + "Embedding"
 _CONVS = tuple(f"{_LAYERS}Conv{n}d" for n in (1, 2, 3))
+_TOKENS = "peft.tuners.trainable_tokens.layer.TrainableTokensLayer"
 _VARIANTS = "peft.tuners.lora.variants."
 _AS_LORA = {_VARIANTS + name for name in ("MiCALinearVariant", "MiCAEmbeddingVariant")}
 """Variants whose forward and backward are those of LoRA."""
+_DORA = {_VARIANTS + f"Dora{kind}Variant" for kind in ("Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d")}
+
+
+Ready: TypeAlias = Callable[[], object]
+"""What a backward pass calls before it reads weights."""
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, Any]]:
@@ -40,9 +46,11 @@ class Acting:
     Args:
         layer: of PEFT's.
         adapters: names of the adapters that act in its forward.
-        scalings: theirs.
+        scalings: theirs; 1 of one that has none.
         parameters: theirs, and of sharded ones what is here of them.
         weights: base parameters that hold them while they are merged.
+        name: of the layer.
+        rows: DoRA's, as merged; None: there are none, or nothing is merged yet.
     """
 
     layer: Any
@@ -50,29 +58,71 @@ class Acting:
     scalings: tuple[float, ...]
     parameters: Sequence[Tensor]
     weights: Sequence[Tensor]
+    name: str = ""
+    rows: straight.Rows | None = None
 
-    def attach(self, y: Tensor, x: Tensor, ready: Callable[[], object]) -> Tensor:
+    @property
+    def base(self) -> Any:
+        """The module inside."""
+        return innermost(self.layer)
+
+    @property
+    def dora(self) -> str | None:
+        """The DoRA adapter that acts, which does so alone."""
+        return next((adapter for adapter in self.adapters if _is_dora(self.layer, adapter)), None)
+
+    def attach(self, y: Tensor, x: Tensor, ready: Ready) -> Tensor:
         """Return the layer's output, with the way back to the parameters of the adapters."""
-        path = path_of(type(self.layer))
+        way = _WAYS[path_of(type(self.layer))]
         for adapter, scaling in zip(self.adapters, self.scalings, strict=True):
-            if path == _EMBEDDING:
-                y = self._embedding(y, x, adapter, scaling, ready)
-                continue
-            lora_A, lora_B = self.layer.lora_A[adapter], self.layer.lora_B[adapter]
-            if path == _LINEAR and type(lora_A) is nn.Linear and lora_B.bias is None:
-                y = straight.Linear.apply(y, x, lora_A.weight, lora_B.weight, scaling, ready)
-                continue
-            named = [(half, dict(half.named_parameters())) for half in (lora_A, lora_B)]
-            parameters = [p for _, some in named for p in some.values()]
-            y = straight.Recomputed.apply(y, x, _adds(named, scaling), ready, *parameters)
+            y = way(self, adapter, scaling, y, x, ready)
+        if self.rows is not None:
+            channels = -1 - len(getattr(self.base, "kernel_size", ()))
+            magnitude = self.layer.lora_magnitude_vector[self.dora].weight
+            bias = getattr(self.base, "bias", None)
+            y = straight.Magnitude.apply(y, x, magnitude, bias, channels, self.rows, ready)
         return y
 
-    def _embedding(self, y: Tensor, x: Tensor, adapter: str, scaling: float, ready: Callable[[], object]) -> Tensor:
-        base = innermost(self.layer)
-        scale = getattr(base, "embed_scale", None)
-        scaling = scaling if scale is None else scaling * float(scale)
-        lora_A, lora_B = self.layer.lora_embedding_A[adapter], self.layer.lora_embedding_B[adapter]
-        return straight.Embedding.apply(y, x, lora_A, lora_B, scaling, base.padding_idx, ready)
+
+def _linear(acting: Acting, adapter: str, scaling: float, y: Tensor, x: Tensor, ready: Ready) -> Tensor:
+    lora_A, lora_B = acting.layer.lora_A[adapter], acting.layer.lora_B[adapter]
+    if type(lora_A) is not nn.Linear or type(lora_B) is not nn.Linear:
+        return _recomputed(acting, adapter, scaling, y, x, ready)
+    return straight.Linear.apply(y, x, lora_A.weight, lora_B.weight, lora_B.bias, scaling, acting.rows, ready)
+
+
+def _recomputed(acting: Acting, adapter: str, scaling: float, y: Tensor, x: Tensor, ready: Ready) -> Tensor:
+    named = [(half, dict(half.named_parameters())) for half in _halves(acting.layer, adapter)]
+    factor: float | Tensor = scaling
+    if acting.rows is not None:
+        shape = (-1, *[1] * len(getattr(acting.base, "kernel_size", ())))
+        factor = acting.rows.factor.to(x.device).view(shape) * factor
+    parameters = [p for _, some in named for p in some.values()]
+    return straight.Recomputed.apply(y, x, _adds(named, factor), ready, *parameters)
+
+
+def _embedding(acting: Acting, adapter: str, scaling: float, y: Tensor, x: Tensor, ready: Ready) -> Tensor:
+    lora_A, lora_B = acting.layer.lora_embedding_A[adapter], acting.layer.lora_embedding_B[adapter]
+    return straight.Embedding.apply(y, x, lora_A, lora_B, acting.base, scaling, acting.rows, ready)
+
+
+def _tokens(acting: Acting, adapter: str, scaling: float, y: Tensor, x: Tensor, ready: Ready) -> Tensor:
+    values = acting.layer.trainable_tokens_delta[adapter]
+    index = torch.as_tensor(acting.layer.token_indices[adapter], dtype=torch.int64, device=y.device)
+    if not len(index):
+        return y
+    if isinstance(acting.base, nn.Embedding):
+        return straight.EmbeddingRows.apply(y, x, values, index, acting.base, ready)
+    return straight.LinearRows.apply(y, x, values, index, ready)
+
+
+_WAYS: dict[str, Callable[[Acting, str, float, Tensor, Tensor, Ready], Tensor]] = {
+    _LINEAR: _linear,
+    _EMBEDDING: _embedding,
+    **dict.fromkeys(_CONVS, _recomputed),
+    _TOKENS: _tokens,
+}
+"""How the output of a layer leads back to the parameters of an adapter, by class of PEFT's."""
 
 
 def acting(name: str, layer: Any) -> Acting:
@@ -85,43 +135,64 @@ def acting(name: str, layer: Any) -> Acting:
     path = path_of(type(layer))
     if layer.disable_adapters:
         return Acting(layer, (), (), (), ())
-    if path not in (_LINEAR, _EMBEDDING, *_CONVS):
+    if path not in _WAYS:
         raise UnsupportedAdapter(
             f"{name}: a {path} cannot be trained on merged weights yet, only LoRA on Linear, Embedding and Conv "
-            "layers: train this model with PEFT's forward, and serve it merged"
+            "layers and trainable tokens: train this model with PEFT's forward, and serve it merged"
         )
-    adapters = tuple(sorted(a for a in layer.active_adapters if a in layer.scaling))
-    for adapter in adapters:
-        dropout = layer.lora_dropout[adapter]
-        if getattr(dropout, "p", 0.0) > 0:
-            raise InvalidInput(
-                f"{name}: adapter '{adapter}' has lora_dropout={dropout.p}, which drops inputs of the adapter alone "
-                "and no weight can express: make it with lora_dropout=0.0 (RL fine-tuning mostly does), or do not "
-                "train on merged weights"
-            )
-        variant = layer.lora_variant.get(adapter)
-        if variant is not None and path_of(type(variant)) not in _AS_LORA:
-            raise UnsupportedAdapter(
-                f"{name}: adapter '{adapter}' is a {type(variant).__name__}, which cannot be trained on merged weights "
-                "yet: train it with PEFT's forward, and serve it merged"
-            )
+    there = layer.trainable_tokens_delta if path == _TOKENS else layer.scaling
+    adapters = tuple(sorted(a for a in layer.active_adapters if a in there))
+    if path != _TOKENS:
+        for adapter in adapters:
+            _check(name, layer, adapter)
     parts = [p for adapter in adapters for p in _parameters(layer, path, adapter)]
     weights = list(innermost(layer).parameters(recurse=False))
     return Acting(
         layer,
         adapters,
-        tuple(float(layer.scaling[adapter]) for adapter in adapters),
+        tuple(1.0 if path == _TOKENS else float(layer.scaling[adapter]) for adapter in adapters),
         [t for p in parts for t in _counted(p)],
         [t for p in weights for t in _counted(p)],
+        name,
     )
 
 
+def _check(name: str, layer: Any, adapter: str) -> None:
+    dropout = layer.lora_dropout[adapter]
+    if getattr(dropout, "p", 0.0) > 0:
+        raise InvalidInput(
+            f"{name}: adapter '{adapter}' has lora_dropout={dropout.p}, which drops inputs of the adapter alone "
+            "and no weight can express: make it with lora_dropout=0.0 (RL fine-tuning mostly does), or do not "
+            "train on merged weights"
+        )
+    variant = layer.lora_variant.get(adapter)
+    if variant is not None and path_of(type(variant)) not in _AS_LORA | _DORA:
+        raise UnsupportedAdapter(
+            f"{name}: adapter '{adapter}' is a {type(variant).__name__}, which cannot be trained on merged weights "
+            "yet: train it with PEFT's forward, and serve it merged"
+        )
+
+
+def _is_dora(layer: Any, adapter: str) -> bool:
+    variant = getattr(layer, "lora_variant", {}).get(adapter)
+    return variant is not None and path_of(type(variant)) in _DORA
+
+
 def _parameters(layer: Any, path: str, adapter: str) -> Iterator[Tensor]:
+    if path == _TOKENS:
+        yield layer.trainable_tokens_delta[adapter]
+        return
     if path == _EMBEDDING:
         yield from (layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter])
-        return
-    for half in (layer.lora_A[adapter], layer.lora_B[adapter]):
-        yield from half.parameters()
+    else:
+        for half in _halves(layer, adapter):
+            yield from half.parameters()
+    if _is_dora(layer, adapter):
+        yield layer.lora_magnitude_vector[adapter].weight
+
+
+def _halves(layer: Any, adapter: str) -> tuple[nn.Module, nn.Module]:
+    return layer.lora_A[adapter], layer.lora_B[adapter]
 
 
 def _counted(parameter: Tensor) -> list[Tensor]:
@@ -130,8 +201,8 @@ def _counted(parameter: Tensor) -> list[Tensor]:
     return [parameter] if local is parameter else [parameter, local]
 
 
-def _adds(named: Sequence[tuple[nn.Module, dict[str, Tensor]]], scaling: float) -> straight.Added:
-    """Return PEFT's `scaling * lora_B(lora_A(x))` as a function of the parameters."""
+def _adds(named: Sequence[tuple[nn.Module, Mapping[str, Tensor]]], factor: float | Tensor) -> straight.Added:
+    """Return PEFT's `factor * lora_B(lora_A(x))` as a function of the parameters."""
 
     def adds(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         left = iter(parameters)
@@ -139,6 +210,6 @@ def _adds(named: Sequence[tuple[nn.Module, dict[str, Tensor]]], scaling: float) 
         for module, names in named:
             some = dict(zip(names, left, strict=False))
             y = functional_call(module, some, (y.to(next(iter(some.values())).dtype),))
-        return torch.mul(y, scaling)
+        return torch.mul(y, factor)
 
     return adds

@@ -20,6 +20,7 @@ from ..models.pausing import note_training
 from ..models.steps import stepped, steps
 from ..shards.ranks import Ranks
 from .check import check_trainable, tops
+from .dora import with_rows, zero_rows
 from .layers import Acting, acting, layers_of
 
 _VERSION = attrgetter("_version")
@@ -231,9 +232,11 @@ class Training:
                 self._leave()
                 if not any(found.adapters for found in layers.values()):
                     return
+                zeros = zero_rows(self._model, layers)
                 self._block = MergedBlock(self._model, rounding=self.rounding)
                 self._block.seed = now.seed
                 self._block.enter()
+                layers = with_rows(layers, zeros)
                 before = None
             facts = live(self._model).snapshot().facts if before is None or not values else before.facts
             now = now._replace(facts=facts, inside=tuple(map(_VERSION, now.weights)))
@@ -373,7 +376,8 @@ def train_merged(model: nn.Module, *, rounding: str = "nearest") -> Training:
     `state_dict()` of the whole model holds merged values under the base's names, as inside `merged`.
 
     Args:
-        model: a PEFT model with LoRA on Linear, Embedding or Conv layers; plain, under DDP or under FSDP2.
+        model: a PEFT model with LoRA or DoRA on Linear, Embedding or Conv layers, or trainable tokens; plain, under DDP
+            or under FSDP2.
         rounding: "nearest", or "stochastic", which keeps updates below half a step on average. What pushes or streams
             the model needs the same one, and has the trainer's draw: one for each version of the adapters. It takes
             several passes over the weights, see docs/training.md.
@@ -381,8 +385,7 @@ def train_merged(model: nn.Module, *, rounding: str = "nearest") -> Training:
     Raises:
         InvalidInput: float32 weights with rounding="stochastic", which rounds none of theirs; `lora_dropout` above 0 (a
             weight cannot express it); no LoRA layers; or a layout that cannot be trained so.
-        UnsupportedAdapter: an adapter that cannot be trained so (DoRA, fused experts, trainable tokens), or not merged
-            at all. Nothing was changed.
+        UnsupportedAdapter: an adapter that cannot be trained so, or not merged at all. Nothing was changed.
     """
     return Training(model, rounding)
 

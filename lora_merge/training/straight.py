@@ -1,25 +1,54 @@
 """Gradients of adapters whose product lies in the base weight already, straight through its rounding.
 
-Inside, a layer computes `y = x W'^T` with `W' = round(W + scaling * lora_B @ lora_A)`. Autograd gives `dx = dy W'` by
-itself. What is added here leaves `y` as it is and gives the factors theirs, as if W' were not rounded:
+Inside, a layer computes `y = x W'^T` with `W' = round(c * (W + scaling * lora_B @ lora_A))`, where c is 1, or DoRA's
+factor of each row: its magnitude over the row's norm. Autograd gives `dx = dy W'` by itself. What is added here leaves
+`y` as it is and gives the factors theirs, as if W' were not rounded:
 
-    dlora_B = scaling * dy^T (x lora_A^T)        dlora_A = scaling * (dy lora_B)^T x
+    dlora_B = scaling * (c dy)^T (x lora_A^T)        dlora_A = scaling * ((c dy) lora_B)^T x
 
 in the dtype of the factors. As in mixed precision, these move by less than a step of W' can hold; W' follows when they
-have moved far enough.
+have moved far enough. The norm counts as a constant (Liu et al. 2024, section 4.3), as in PEFT:
+
+    dmagnitude = sum(dy * y) / magnitude
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .products import dots, factor_gradients, times
+
 Added: TypeAlias = Callable[[Tensor, Sequence[Tensor]], Tensor]
 """What adapters add to a layer's output, from its input and their parameters."""
+
+
+class Zeros(NamedTuple):
+    """Rows whose magnitude is 0, so that the merged weight says nothing of them.
+
+    Args:
+        numbers: theirs.
+        outputs: returns `[..., rows]`, their outputs with a magnitude of 1, from the layer's input.
+    """
+
+    numbers: Tensor
+    outputs: Callable[[Tensor], Tensor]
+
+
+class Rows(NamedTuple):
+    """DoRA's rows of one merged weight.
+
+    Args:
+        factor: float32 `[out]`, magnitude over norm.
+        zeros: None: no row has the magnitude 0.
+    """
+
+    factor: Tensor
+    zeros: Zeros | None = None
 
 
 class Linear(torch.autograd.Function):
@@ -29,31 +58,41 @@ class Linear(torch.autograd.Function):
         y: output of the layer, `[..., out]`.
         x: its input, `[..., in]`.
         lora_A, lora_B: `[r, in]`, `[out, r]`.
+        bias: of lora_B, `[out]`, or None.
         scaling: of their product.
+        rows: DoRA's, or None.
         ready: called before the gradients of the layer's own weight and input are taken.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, x: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float, ready: Callable[[], object]
+        ctx: Any,
+        y: Tensor,
+        x: Tensor,
+        lora_A: Tensor,
+        lora_B: Tensor,
+        bias: Tensor | None,
+        scaling: float,
+        rows: Rows | None,
+        ready: Callable[[], object],
     ) -> Tensor:
         ctx.save_for_backward(x, lora_A, lora_B)
-        ctx.scaling, ctx.ready = scaling, ready
-        return y.view_as(y)
+        ctx.scaling, ctx.rows, ctx.ready = scaling, rows, ready
+        return _passed(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.ready()
         x, lora_A, lora_B = ctx.saved_tensors
-        rows, gradient = x.flatten(0, -2).to(lora_A.dtype), dy.flatten(0, -2).to(lora_B.dtype)
-        dA = dB = None
-        if ctx.needs_input_grad[2]:
-            dA = (gradient @ lora_B).t() @ rows
-            dA *= ctx.scaling
-        if ctx.needs_input_grad[3]:
-            dB = gradient.t() @ (rows @ lora_A.t())
-            dB *= ctx.scaling
-        return dy, None, dA, dB, None, None
+        inputs, gradient = _matrix(x), _matrix(dy)
+        _, _, wants_A, wants_B, wants_bias, *_ = ctx.needs_input_grad
+        with _exact(dy):
+            scaled = _scaled(lora_B, ctx.rows)
+            dA, dB = factor_gradients(inputs, gradient, lora_A, scaled, (wants_A, wants_B))
+            dA = None if dA is None else dA.mul_(ctx.scaling)
+            dB = None if dB is None else _scaled(dB, ctx.rows).mul_(ctx.scaling)
+            dbias = gradient.sum(0, dtype=lora_B.dtype).mul_(ctx.scaling) if wants_bias else None
+        return dy, None, dA, dB, dbias, None, None, None
 
 
 class Embedding(torch.autograd.Function):
@@ -63,8 +102,9 @@ class Embedding(torch.autograd.Function):
         y: output of the layer, `[..., out]`.
         ids: its input.
         lora_A, lora_B: `[r, vocabulary]`, `[out, r]`.
-        scaling: of their product, with the layer's own scale.
-        padding: the row that gets no gradient; None for none.
+        base: the `nn.Embedding`.
+        scaling: of their product.
+        rows: DoRA's, or None.
         ready: as of `Linear`.
     """
 
@@ -75,28 +115,30 @@ class Embedding(torch.autograd.Function):
         ids: Tensor,
         lora_A: Tensor,
         lora_B: Tensor,
+        base: Any,
         scaling: float,
-        padding: int | None,
+        rows: Rows | None,
         ready: Callable[[], object],
     ) -> Tensor:
         ctx.save_for_backward(ids, lora_A, lora_B)
-        ctx.scaling, ctx.padding, ctx.ready = scaling, padding, ready
-        return y.view_as(y)
+        ctx.base, ctx.scaling, ctx.rows, ctx.ready = base, scaling, rows, ready
+        return _passed(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.ready()
         ids, lora_A, lora_B = ctx.saved_tensors
-        ids, gradient = ids.flatten(), dy.flatten(0, -2).to(lora_B.dtype) * ctx.scaling
+        ids, gradient, base = ids.flatten(), _matrix(dy), ctx.base
         dA = dB = None
-        if ctx.needs_input_grad[3]:
-            dB = gradient.t() @ F.embedding(ids, lora_A.t())
-        if ctx.needs_input_grad[2]:
-            rows = gradient @ lora_B
-            if ctx.padding is not None:
-                rows = rows.masked_fill((ids == ctx.padding)[:, None], 0)
-            dA = torch.zeros_like(lora_A).index_add_(1, ids, rows.t().to(lora_A.dtype))
-        return dy, None, dA, dB, None, None, None
+        with _exact(dy):
+            if ctx.needs_input_grad[3]:
+                dB = _scaled(times(gradient.t(), F.embedding(ids, lora_A.t())), ctx.rows).mul_(ctx.scaling)
+                dB = embed_scaled(dB, base)
+            if ctx.needs_input_grad[2]:
+                some = embed_scaled(times(gradient, _scaled(lora_B, ctx.rows)).mul_(ctx.scaling), base)
+                padding = -1 if base.padding_idx is None else base.padding_idx
+                dA = _sum_by_id(some.to(lora_A.dtype), ids, lora_A.shape[1], padding, base.scale_grad_by_freq).t()
+        return dy, None, dA, dB, None, None, None, None
 
 
 class Recomputed(torch.autograd.Function):
@@ -117,14 +159,156 @@ class Recomputed(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, *parameters)
         ctx.added, ctx.ready = added, ready
-        return y.view_as(y)
+        return _passed(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.ready()
         x, *parameters = ctx.saved_tensors
-        with torch.enable_grad():
+        with torch.enable_grad(), _exact(dy):
             copies = [p.detach().requires_grad_(p.is_floating_point()) for p in parameters]
             y = ctx.added(x.detach(), copies)
-        gradients = torch.autograd.grad(y, copies, dy.to(y.dtype), allow_unused=True)
+            gradients = torch.autograd.grad(y, copies, dy.to(y.dtype), allow_unused=True)
         return dy, None, None, None, *gradients
+
+
+class Magnitude(torch.autograd.Function):
+    """Pass `y` on, and give DoRA's magnitude its gradient.
+
+    Args (of `apply`):
+        y: output of the layer.
+        x: its input.
+        magnitude: `out` elements, in any shape.
+        bias: of the layer, `[out]`, or None.
+        channels: the dimension of `y` that has the rows of the weight.
+        rows: DoRA's.
+        ready: as of `Linear`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        x: Tensor,
+        magnitude: Tensor,
+        bias: Tensor | None,
+        channels: int,
+        rows: Rows,
+        ready: Callable[[], object],
+    ) -> Tensor:
+        out = _passed(y)
+        ctx.save_for_backward(out, magnitude, bias, None if rows.zeros is None else x)
+        ctx.channels, ctx.rows, ctx.ready = channels, rows, ready
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.ready()
+        y, magnitude, bias, x = ctx.saved_tensors
+        if not ctx.needs_input_grad[2]:
+            return dy, None, None, None, None, None, None
+        with _exact(dy):
+            gradient = _matrix(dy.movedim(ctx.channels, -1))
+            dm = dots(gradient, _matrix(y.movedim(ctx.channels, -1)), bias) / magnitude.flatten().to(gradient.device)
+            if (zeros := ctx.rows.zeros) is not None:
+                outputs = _matrix(zeros.outputs(x).movedim(ctx.channels, -1))
+                dm[zeros.numbers] = dots(gradient[:, zeros.numbers], outputs)
+        return dy, None, dm.to(magnitude).view(magnitude.shape), None, None, None, None
+
+
+class EmbeddingRows(torch.autograd.Function):
+    """Pass `y` on, and give rows of an embedding that were put in the place of others their gradient.
+
+    Args (of `apply`):
+        y: output of the layer, `[..., out]`.
+        ids: its input.
+        values: the rows, `[n, out]`.
+        index: their numbers, int64 `[n]`.
+        base: the `nn.Embedding`.
+        ready: as of `Linear`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, ids: Tensor, values: Tensor, index: Tensor, base: Any, ready: Callable[[], object]
+    ) -> Tensor:
+        ctx.save_for_backward(ids, values, index)
+        ctx.base, ctx.ready = base, ready
+        return _passed(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.ready()
+        ids, values, index = ctx.saved_tensors
+        ids, base = ids.flatten(), ctx.base
+        numbers, order = index.sort()
+        place = torch.searchsorted(numbers, ids).clamp_max(len(index) - 1)
+        hit = numbers[place] == ids
+        if base.padding_idx is not None:
+            hit &= ids != base.padding_idx
+        hits = hit.nonzero().flatten()
+        some = _matrix(dy)[hits].to(values.dtype)
+        found = _sum_by_id(embed_scaled(some, base), order[place[hits]], len(index), -1, base.scale_grad_by_freq)
+        return dy, None, found, None, None, None
+
+
+class LinearRows(torch.autograd.Function):
+    """Pass `y` on, and give rows of a linear layer's weight that were put in the place of others their gradient.
+
+    Args (of `apply`):
+        y: output of the layer, `[..., out]`.
+        x: its input, `[..., in]`.
+        values: the rows, `[n, in]`.
+        index: their numbers, int64 `[n]`.
+        ready: as of `Linear`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, values: Tensor, index: Tensor, ready: Callable[[], object]) -> Tensor:
+        ctx.save_for_backward(x, values, index)
+        ctx.ready = ready
+        return _passed(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.ready()
+        x, values, index = ctx.saved_tensors
+        with _exact(dy):
+            some = _matrix(dy)[:, index].to(values.dtype)
+            found = times(_matrix(x).t(), some).t()
+        return dy, None, found, None, None
+
+
+def embed_scaled(rows: Tensor, base: Any) -> Tensor:
+    """Return rows times the factor of embeddings that have one (Gemma's)."""
+    scale = getattr(base, "embed_scale", None)
+    if scale is None:
+        return rows
+    return rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)
+
+
+def _passed(y: Tensor) -> Tensor:
+    """Return `y`, for what is not a view to autograd: layers behind may change it in place."""
+    found: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
+    return found
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _scaled(matrix: Tensor, rows: Rows | None) -> Tensor:
+    """Return `[out, r]` with DoRA's factors of its rows."""
+    return matrix if rows is None else (matrix * rows.factor.to(matrix.device)[:, None]).to(matrix.dtype)
+
+
+def _exact(tensor: Tensor) -> torch.autocast:
+    """Return a block without autocast: a backward pass may be called inside of it."""
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
+def _sum_by_id(rows: Tensor, ids: Tensor, count: int, padding: int, by_frequency: bool) -> Tensor:
+    """Return `[count, columns]`, the sum of the rows with each id; see `F.embedding` for `padding` and
+    `by_frequency`."""
+    found: Tensor = torch.ops.aten.embedding_dense_backward(rows, ids, count, padding, by_frequency)
+    return found

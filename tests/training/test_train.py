@@ -390,11 +390,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         InvalidInput,
         r"q_proj: adapter 'default' has lora_dropout=0.1",
     ),
-    "dora": (
-        lambda: adapted(models.qwen2, target_modules=["q_proj"], use_dora=True),
-        UnsupportedAdapter,
-        r"q_proj: adapter 'default' is a DoraLinearVariant",
-    ),
     "experts": (
         lambda: adapted(models.qwen3_moe, target_modules=[], target_parameters=["mlp.experts.down_proj"]),
         UnsupportedAdapter,
@@ -412,7 +407,7 @@ def test_what_cannot_be_trained_so_is_refused(name: str) -> None:
     with pytest.raises(kind, match=message):
         train_merged(model)
     assert_base(model, before)
-    with merged(model) if name in ("dora", "experts") else nullcontext():
+    with merged(model) if name == "experts" else nullcontext():
         pass
 
 

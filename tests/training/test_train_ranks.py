@@ -35,12 +35,30 @@ def steps(model: Any, count: int = 4) -> list[float]:
     return losses
 
 
-def trains(rank: int, kind: str, dtype: torch.dtype) -> None:
-    alone = adapted(models.qwen2, dtype, target_modules=LINEARS)
+CONFIGS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "dora": {"use_dora": True},
+    "tokens": {"trainable_token_indices": {"embed_tokens": [50, 3, 4]}},
+}
+
+
+def trained(dtype: torch.dtype, config: dict[str, Any]) -> Any:
+    """A model whose magnitudes are near the norms of rows."""
+    model = adapted(models.qwen2, dtype, **config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "magnitude" in name:
+                parameter.copy_(1 + 0.1 * parameter)
+    return model
+
+
+def trains(rank: int, kind: str, dtype: torch.dtype, what: str) -> None:
+    config = {"target_modules": LINEARS} | CONFIGS[what]
+    alone = trained(dtype, config)
     with train_merged(alone):
         wanted = steps(alone)
         last = dict(MergedWeights(alone))
-    inner = adapted(models.qwen2, dtype, target_modules=LINEARS)
+    inner = trained(dtype, config)
     before = {name: tensor.detach().clone() for name, tensor in inner.named_parameters()}
     model: Any = inner
     if kind == "ddp":
@@ -67,7 +85,7 @@ def trains(rank: int, kind: str, dtype: torch.dtype) -> None:
     loss_of(model).backward()
     training.close()
     for name, parameter in inner.named_parameters():
-        if "lora_" not in name:
+        if "lora_" not in name and "delta" not in name:
             assert_same_bits(whole(parameter), before[name], name)
     if kind == "fsdp2":
         adapters = {n: whole(p).detach().clone() for n, p in inner.named_parameters() if "lora_" in n}
@@ -77,12 +95,37 @@ def trains(rank: int, kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [("ddp", torch.float32), ("fsdp2", torch.float32), ("fsdp2, kept", torch.bfloat16)],
+    ("kind", "dtype", "what"),
+    [
+        ("ddp", torch.float32, "lora"),
+        ("fsdp2", torch.float32, "lora"),
+        ("fsdp2, kept", torch.bfloat16, "lora"),
+        ("ddp", torch.float32, "dora"),
+        ("fsdp2", torch.float32, "dora"),
+        ("fsdp2, kept", torch.float32, "dora"),
+        ("fsdp2", torch.float32, "tokens"),
+    ],
     ids=str,
 )
-def test_on_two_ranks(kind: str, dtype: torch.dtype) -> None:
-    spawn(2, trains, kind, dtype)
+def test_on_two_ranks(kind: str, dtype: torch.dtype, what: str) -> None:
+    spawn(2, trains, kind, dtype, what)
+
+
+def refuses_zeros(rank: int) -> None:
+    """A row of one rank's, and all say so."""
+    model: Any = trained(torch.float32, {"target_modules": LINEARS, "use_dora": True})
+    with torch.no_grad():
+        model.base_model.model.model.layers[0].mlp.down_proj.lora_magnitude_vector["default"].weight[0] = 0
+    before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    fully_shard(model)
+    with train_merged(model), pytest.raises(InvalidInput, match=r"down_proj: the magnitude of adapter 'default' is 0"):
+        loss_of(model)
+    for name, parameter in model.named_parameters():
+        assert_same_bits(whole(parameter), before[name], name)
+
+
+def test_magnitudes_of_zero_are_refused_where_the_base_is_sharded() -> None:
+    spawn(2, refuses_zeros)
 
 
 def refused(rank: int) -> None:
