@@ -18,6 +18,7 @@ from ..models.guards import guarded, refuse
 from ..models.live import live
 from ..models.pausing import pausing
 from .check import check_trainable, tops
+from .experts import Holders
 from .layers import Acting, acting, layers_of
 
 _VERSION = attrgetter("_version")
@@ -69,6 +70,7 @@ class Training:
         self._hooks: list[Any] = []
         self._layers: dict[nn.Module, Acting] = {}
         self._hooked: set[int] = set()
+        self._holders = Holders(self._standing)
         self._depth = 0
         self._busy = False
         self._closed = False
@@ -116,6 +118,7 @@ class Training:
             for hook in self._hooks:
                 hook.remove()
             self._hooks.clear()
+            self._holders.release()
             for _, layer in layers_of(self._model):
                 pausing(layer, None)
 
@@ -155,6 +158,7 @@ class Training:
 
     def _enter(self) -> None:
         self._layers = dict(self._acting())
+        self._holders.cover(found for found in self._layers.values() if found.holder is not None)
         for layer in self._layers:
             if id(layer) not in self._hooked:
                 self._hooked.add(id(layer))
@@ -227,6 +231,10 @@ class Training:
         if self._merged is None or not torch.is_grad_enabled():
             return None
         return self._layers[layer].attach(output, args[0] if args else next(iter(kwargs.values())), self._ready())
+
+    def _standing(self) -> Callable[[], None] | None:
+        """Return `_ready` of a forward that begins now; None where it has no merged weights or no gradients."""
+        return self._ready() if self._merged is not None and torch.is_grad_enabled() else None
 
     def _ready(self) -> Callable[[], None]:
         """Return what a backward pass asks before it reads weights: that they hold what the forward computed with."""
