@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ..kernels.plan import untraced
 from . import products
@@ -140,18 +141,19 @@ def _factors(layer: Any, adapter: str, scaling: float, ndim: int) -> Factors:
 class _StandIn(Tensor):
     """A weight `[E, rows, columns]` or `[rows, columns]` that knows what adapters add to it.
 
-    It is a tensor with autograd's way to the factors. Products that are listed below, and views that lead to them, go a
-    shorter way; anything else that torch does with it takes the tensor.
+    It is a tensor with autograd's way to the factors, for code that takes tensors as they are. What goes through
+    torch's functions goes a shorter way: products that are listed below, and views that lead to them, without a
+    gradient of its size; others with one, from where it is used to where it is projected.
     """
 
     factors: Sequence[Factors]
     _apart: list[Sequence[Factors]] | None
+    _whole: Tensor | None
 
     @staticmethod
     def of(tensor: Tensor, factors: Sequence[Factors]) -> _StandIn:
-        with torch._C.DisableTorchFunctionSubclass():
-            found = tensor.as_subclass(_StandIn)
-        found.factors, found._apart = factors, None
+        found = tensor.as_subclass(_StandIn)
+        found.factors, found._apart, found._whole = factors, None, None
         return found
 
     def expert(self, expert: int) -> Sequence[Factors]:
@@ -164,14 +166,30 @@ class _StandIn(Tensor):
             ]
         return self._apart[expert]
 
+    def whole(self) -> Tensor:
+        """Return the weight for any use. Made when it is used first: autograd then frees its gradient earliest."""
+        if self._whole is None:
+            scalings, tensors = products.flat(self.factors)
+            self._whole = products.Whole.apply(self.detach(), scalings, *tensors)
+        return self._whole
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            way = _WAYS.get(func)
-            found = NotImplemented if way is None else way(func, *args, **(kwargs or {}))
-            return func(*args, **(kwargs or {})) if found is NotImplemented else found
+            if not torch.is_grad_enabled() or (func not in _WAYS and isinstance(func, _Getter)):
+                return func(*args, **kwargs)
+            found = _WAYS[func](func, *args, **kwargs) if func in _WAYS else NotImplemented
+            if found is not NotImplemented:
+                return found
+            args, kwargs = tree_map_only(_StandIn, _StandIn.whole, (tuple(args), kwargs))
+            return func(*args, **kwargs)
+
+
+_Getter = type(Tensor.shape.__get__)  # type: ignore[attr-defined]
+"""Class of the functions that torch calls for attributes."""
 
 
 def _multiply(x: Any, weight: _StandIn, ends: Tensor | None, multiply: products.Multiply) -> Tensor:
