@@ -3,7 +3,7 @@
 The parameter `[E, rows, columns]` holds the merged experts. PEFT's forward would add a delta of its size to it. Here
 the module reads a stand-in under the parameter's name while it computes: the same memory, with the way back to the
 adapters. Products with the stand-in, whole (`grouped_mm`, `bmm`) or expert by expert, give the adapters their gradients
-without one of the parameter's size (`products.py`). Whatever else is done with it takes autograd's own way: one
+without one of the parameter's size (`expert_products.py`). Whatever else is done with it takes autograd's own way: one
 gradient of the parameter's size, which is projected on the factors and freed before the layer below is reached.
 
 The parameter itself stays where it is, and never requires a gradient.
@@ -21,10 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ..errors import UnsupportedAdapter
 from ..kernels.plan import untraced
-from . import products
-from .layers import Acting
-from .products import Factors
+from ..names import innermost, path_of
+from . import expert_products as products
+from .expert_products import Factors
+from .layers import PARAMETER, Acting
 
 _SWAPPED = "_did_swap_in_out_features"
 """Attribute of a ParamWrapper whose parameter is `[E, out, in]`; releases of PEFT before 0.19 take none for one."""
@@ -48,8 +50,8 @@ class Holders:
         """Take over the forwards of the modules that are adapted now."""
         self._adapted = {}
         for found in adapted:
-            if (holder := found.holder) is not None:
-                self._adapted.setdefault(holder, []).append(found)
+            if path_of(type(found.layer)) == PARAMETER:
+                self._adapted.setdefault(innermost(found.layer), []).append(found)
         for holder in self._adapted.keys() - self._calls.keys():
             own = vars(holder).get("forward")
             forward = partial(type(holder).forward, holder) if own is None else own
@@ -111,10 +113,7 @@ def _standing_in(module: nn.Module, adapted: Iterable[Acting]) -> Iterator[None]
 def _stand_in(parameter: Tensor | None, adapted: Acting) -> Tensor | None:
     """Return what a module reads in place of a parameter; None where nothing is trained."""
     assert parameter is not None
-    factors = [
-        _factors(adapted.layer, adapter, scaling, parameter.ndim)
-        for adapter, scaling in zip(adapted.adapters, adapted.scalings, strict=True)
-    ]
+    factors = [_factors(adapted.layer, adapter, parameter.ndim) for adapter in adapted.adapters]
     scalings, tensors = products.flat(factors)
     if not any(tensor.requires_grad for tensor in tensors):
         return None
@@ -123,19 +122,25 @@ def _stand_in(parameter: Tensor | None, adapted: Acting) -> Tensor | None:
     return whole if parameter.requires_grad else _StandIn.of(whole, factors)
 
 
-def _factors(layer: Any, adapter: str, scaling: float, ndim: int) -> Factors:
+def _factors(layer: Any, adapter: str, ndim: int) -> Factors:
     """Return the factors of a parameter `[E, rows, columns]` or `[rows, columns]`.
 
     PEFT's layout: lora_A `[E * r, in]` has expert after expert, lora_B `[out, r * E]` rank after rank with the experts
     side by side.
     """
     lora_A, lora_B, experts = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight, layer.num_experts
+    for half in (lora_A, lora_B):
+        if half.ndim != 2 or type(half) not in (Tensor, nn.Parameter):
+            raise UnsupportedAdapter(
+                f"{layer.parameter_name}: adapter '{adapter}' has a {type(half).__name__} of shape {tuple(half.shape)} "
+                "in the forward; on a parameter, adapters must be at hand whole there: shard the model with FSDP2"
+            )
     lora_A = lora_A.reshape(experts, -1, lora_A.shape[-1])
     lora_B = lora_B.reshape(lora_B.shape[0], -1, experts).permute(2, 0, 1)
-    factors = Factors(lora_B, lora_A, scaling)
+    factors = Factors(lora_B, lora_A, float(layer.scaling[adapter]))
     if experts > 1 and not getattr(layer, _SWAPPED, False):
         factors = factors.transposed()
-    return factors if ndim == 3 else Factors(factors.left[0], factors.right[0], scaling)
+    return factors if ndim == 3 else Factors(factors.left[0], factors.right[0], factors.scaling)
 
 
 class _StandIn(Tensor):

@@ -18,7 +18,7 @@ from . import straight
 _TUNER_LAYER = "peft.tuners.tuners_utils.BaseTunerLayer"
 _LAYERS = "peft.tuners.lora.layer."
 _LINEAR, _EMBEDDING = _LAYERS + "Linear", _LAYERS + "Embedding"
-_PARAMETER = _LAYERS + "ParamWrapper"
+PARAMETER = _LAYERS + "ParamWrapper"
 _CONVS = tuple(f"{_LAYERS}Conv{n}d" for n in (1, 2, 3))
 _VARIANTS = "peft.tuners.lora.variants."
 _AS_LORA = {_VARIANTS + name for name in ("MiCALinearVariant", "MiCAEmbeddingVariant")}
@@ -52,15 +52,10 @@ class Acting:
     parameters: Sequence[Tensor]
     weights: Sequence[Tensor]
 
-    @property
-    def holder(self) -> nn.Module | None:
-        """Return the module that reads the adapted parameter by itself; None where PEFT's layer calls the base."""
-        return innermost(self.layer) if path_of(type(self.layer)) == _PARAMETER else None
-
     def attach(self, y: Tensor, x: Tensor, ready: Callable[[], object]) -> Tensor:
         """Return the layer's output, with the way back to the parameters of the adapters."""
         path = path_of(type(self.layer))
-        if path == _PARAMETER:  # `experts` has seen to it
+        if path == PARAMETER:  # `experts` has seen to it
             return y
         for adapter, scaling in zip(self.adapters, self.scalings, strict=True):
             if path == _EMBEDDING:
@@ -93,7 +88,7 @@ def acting(name: str, layer: Any) -> Acting:
     path = path_of(type(layer))
     if layer.disable_adapters:
         return Acting(layer, (), (), (), ())
-    if path not in (_LINEAR, _EMBEDDING, _PARAMETER, *_CONVS):
+    if path not in (_LINEAR, _EMBEDDING, PARAMETER, *_CONVS):
         raise UnsupportedAdapter(
             f"{name}: a {path} cannot be trained on merged weights yet, only LoRA on Linear, Embedding, Conv "
             "layers and on parameters: train this model with PEFT's forward, and serve it merged"

@@ -158,7 +158,7 @@ class Training:
 
     def _enter(self) -> None:
         self._layers = dict(self._acting())
-        self._holders.cover(found for found in self._layers.values() if found.holder is not None)
+        self._holders.cover(self._layers.values())
         for layer in self._layers:
             if id(layer) not in self._hooked:
                 self._hooked.add(id(layer))
