@@ -71,11 +71,12 @@ class Training:
         self._layers: dict[nn.Module, Acting] = {}
         self._hooked: set[int] = set()
         self._holders = Holders(self._standing)
-        self._depth = 0
+        self._outermost: nn.Module | None = None
         self._busy = False
         self._closed = False
         check_trainable(model)
-        for module in tops(model, [layer for _, layer in layers_of(model)]):
+        self._tops = tops(model, [layer for _, layer in layers_of(model)])
+        for module in self._tops:
             self._hooks.append(module.register_forward_pre_hook(self._enter_model, prepend=True))
             self._hooks.append(module.register_forward_hook(self._leave_model, always_call=True))
         for _, layer in layers_of(model):
@@ -206,13 +207,17 @@ class Training:
 
     @untraced
     def _enter_model(self, module: nn.Module, args: Any) -> None:
-        self._depth += 1
-        if self._depth == 1 and not self._closed and not self._elsewhere():
+        # A module that is entered stands in no forward of those inside it: such a one was interrupted (Ctrl-C).
+        if self._closed or self._outermost in self._tops[: self._tops.index(module)]:
+            return
+        self._outermost = module
+        if not self._elsewhere():
             self.refresh()
 
     @untraced
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._depth = max(self._depth - 1, 0)
+        if module is self._outermost:
+            self._outermost = None
 
     def _elsewhere(self) -> bool:
         """Return True inside a `merged` block of the user's, which leaves nothing to do here."""
@@ -220,7 +225,8 @@ class Training:
 
     def _before_layer(self, layer: nn.Module, args: Any) -> None:
         """Merge where a part of the model is called by itself, after a change that no forward of the whole has seen."""
-        if torch.compiler.is_compiling() or self._closed or self._busy or self._depth or self._elsewhere():
+        within = self._closed or self._busy or self._outermost is not None
+        if torch.compiler.is_compiling() or within or self._elsewhere():
             return
         now = self._merged
         if now is None or list(map(_VERSION, now.adapters)) != now.versions:
@@ -258,7 +264,7 @@ class Training:
 def _closed() -> Training:
     """Return what the hooks of a copied model call: they do nothing."""
     training = Training.__new__(Training)
-    training._closed, training._merged, training._depth, training._layers, training.merges = True, None, 0, {}, 0
+    training._closed, training._merged, training._outermost, training._layers, training.merges = True, None, None, {}, 0
     return training
 
 

@@ -368,6 +368,29 @@ def test_an_error_in_a_forward_changes_nothing() -> None:
     assert_base(model, before)
 
 
+class Interrupted(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_forward_is_over() -> None:
+    """The next one computes with what was trained since, whichever part of the model is called."""
+    model = MODELS["linear"]()
+    block: Any = model.get_base_model().model.layers[0].mlp
+    with train_merged(model) as training:
+        for module in (model, model.base_model, model.get_base_model()):
+            block.act_fn, act = Interrupted(), block.act_fn
+            with pytest.raises(KeyboardInterrupt):
+                module(input_ids=models.tokens())
+            block.act_fn = act
+            shake(model)
+            with torch.no_grad():
+                got = model(input_ids=models.tokens()).logits
+                training.pause()
+                with merged(model):
+                    assert_same_bits(got, models.outputs(model))
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "dropout": (
         lambda: adapted(models.qwen2, target_modules=["q_proj"], lora_dropout=0.1),
