@@ -284,7 +284,8 @@ def train_merged(model: nn.Module) -> Training:
     `state_dict()` of the whole model holds merged values under the base's names, as inside `merged`.
 
     Args:
-        model: a PEFT model with LoRA on Linear, Embedding or Conv layers or on fused experts; plain, under DDP or under FSDP2.
+        model: a PEFT model with LoRA on Linear, Embedding or Conv layers, or on fused experts; plain, under DDP or
+            under FSDP2.
 
     Raises:
         InvalidInput: `lora_dropout` above 0 (a weight cannot express it), no LoRA layers, or a layout that cannot be
