@@ -167,20 +167,25 @@ def test_adapters(name: str) -> None:
     assert_true(MODELS[name]())
 
 
+@pytest.fixture
+def all_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token goes to all experts: rounding then sends none elsewhere than float64."""
+    monkeypatch.setitem(SIZES, "num_experts_per_tok", SIZES["num_experts"])
+
+
+@pytest.mark.usefixtures("all_chosen")
 def test_weights_of_16_bits_and_adapters_of_32() -> None:
     """Gradients in the adapters' dtype; no further from float64 than PEFT's own."""
     for name in ("qwen3_moe", "gpt_oss"):
         model = experts(name, torch.bfloat16)
         _, wanted = truth(model)
-        with merged(model):
-            peft: Any = experts(name, torch.bfloat16)
-            own = gradients(peft)
+        own = gradients(model)
         with train_merged(model):
             got = gradients(model)
         for key, gradient in got.items():
             assert gradient.dtype == torch.float32
             errors = [(g.double() - wanted[key]).norm() / wanted[key].norm() for g in (gradient, own[key])]
-            assert errors[0] < 0.05 or errors[0] < 1.5 * errors[1], f"{name} {key}: {errors}"
+            assert errors[0] < 0.03 or errors[0] < 1.5 * errors[1], f"{name} {key}: {errors}"
 
 
 @pytest.mark.parametrize("how", ["eager", "grouped_mm"])
@@ -312,6 +317,7 @@ def test_a_backward_pass_of_other_adapters_is_refused() -> None:
             loss.backward()
 
 
+@pytest.mark.usefixtures("all_chosen")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast(dtype: torch.dtype) -> None:
     """As near to float64 as PEFT's own forward."""
@@ -325,7 +331,7 @@ def test_autocast(dtype: torch.dtype) -> None:
         for key, gradient in got.items():
             errors = [(g.double() - wanted[key]).norm() / wanted[key].norm() for g in (gradient, own[key])]
             assert gradient.dtype == torch.float32
-            assert errors[0] < 0.05 or errors[0] < 1.5 * errors[1], f"{how} {key}: {errors}"
+            assert errors[0] < 0.03 or errors[0] < 1.5 * errors[1], f"{how} {key}: {errors}"
 
 
 def test_the_parameter_is_nobody_elses() -> None:
