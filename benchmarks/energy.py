@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measured import random_segments
 
 from lora_merge import Plan
 from lora_merge.bench import report, shapes
@@ -122,7 +123,7 @@ def main() -> None:
     products = measure("products of 8192 x 8192", lambda: torch.mm(a, b))
     record["joules_per_operation"] = (products["watts"] - awake["watts"]) * products["ms"] / 1e3 / (2 * 8192**3)
     for rank in args.ranks:
-        plan = Plan(shapes.random_segments(matrices, rank, dtype, torch.device("cuda")))
+        plan = Plan(random_segments(matrices, rank, dtype, torch.device("cuda")))
         work = 2.0 * rank * elements * (6 if dtype == torch.float32 else 1)
         measure(f"merges of rank {rank}", plan.run, nbytes=4.0 * elements, operations=work)
         del plan

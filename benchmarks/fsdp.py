@@ -31,6 +31,7 @@ import sync
 import torch
 import torch.distributed as dist
 import verl_peer
+from measured import peak_of_everybody
 from sharded import COPY_TARGET, all_gather, clocked, merge_on_shards, tell
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,7 +39,6 @@ from torch.distributed.fsdp import fully_shard
 
 from lora_merge.bench import report
 from lora_merge.bench.job import DTYPES
-from lora_merge.bench.timing import peak_of_everybody
 
 Record = dict[str, Any]
 TORCHRUN = ("TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measured import random_segments
 
 from lora_merge import Plan
 from lora_merge.bench import report, shapes
@@ -38,7 +39,7 @@ def main() -> None:
         call()
         return 1e3 * statistics.median(milliseconds(call, device) for _ in range(args.repeat))
 
-    one = Plan(shapes.random_segments([("w", 64, 256)], 8, torch.bfloat16, device))
+    one = Plan(random_segments([("w", 64, 256)], 8, torch.bfloat16, device))
 
     def row() -> None:
         for _ in range(IN_A_ROW):
@@ -57,7 +58,7 @@ def main() -> None:
 
     for layers in LAYERS:
         matrices = dataclasses.replace(shapes.SHAPES[args.shape], layers=layers).matrices()
-        plan = Plan(shapes.random_segments(matrices, 32, torch.bfloat16, device))
+        plan = Plan(random_segments(matrices, 32, torch.bfloat16, device))
         size = 2 * sum(rows * cols for _, rows, cols in matrices)
         source, target = torch.zeros(2, size, dtype=torch.uint8, device=device)
         point = {"layers": layers, "us": us(plan.run), "copy_us": us(partial(target.copy_, source))}

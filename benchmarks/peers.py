@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from measured import add_arguments
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
@@ -183,7 +184,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=job.DTYPES, default="bf16", help="of the weights (default %(default)s)")
     parser.add_argument("--adapter-dtype", choices=job.DTYPES, default="fp32", help="default %(default)s, as PEFT's")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="default %(default)s")
-    report.add_arguments(parser, repeat=9)
+    add_arguments(parser, repeat=9)
     return parser.parse_args()
 
 

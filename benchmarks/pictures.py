@@ -367,6 +367,8 @@ WAITING = {
     "step.png": ("step", "step-h100"),
     "step-x2.png": ("step", "step-h200-x2"),
     "grpo.png": ("grpo", "grpo-gpu"),
+    "train.png": ("train", "train-h200"),
+    "fidelity.png": ("fidelity", "fidelity-h200"),
 }
 """Picture -> the benchmark that draws it, and its record; where the record is not there, neither is the picture."""
 

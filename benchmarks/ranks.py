@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measured import add_arguments
 from torch import Tensor
 
 from lora_merge import Plan, Segment
@@ -151,7 +152,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
     parser.add_argument("--ranks", nargs="+", type=int, default=RANKS, metavar="RANK")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
-    report.add_arguments(parser, repeat=7)
+    add_arguments(parser, repeat=7)
     args = parser.parse_args()
     record = measure(args)
     table(record)

@@ -32,7 +32,8 @@ import torch
 from lora_merge.bench import report
 from lora_merge.saving.chunks import CHUNK
 from lora_merge.saving.format import as_bytes
-from lora_merge.saving.writer import Wanted, Writer, shards_of
+from lora_merge.saving.writer import Writer, shards_of
+from lora_merge.stream.buckets import Meta
 
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -70,7 +71,7 @@ SAVES = {
 """Ways to save a live model."""
 
 
-def metas(shape: str) -> tuple[Any, list[Wanted]]:
+def metas(shape: str) -> tuple[Any, list[Meta]]:
     """The config and the tensors of a model of this shape, in bf16."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -79,26 +80,26 @@ def metas(shape: str) -> tuple[Any, list[Wanted]]:
         model = Qwen2ForCausalLM(config)
     tied = set(model._tied_weights_keys or ()) if config.tie_word_embeddings else set()
     named = [(name, t) for name, t in model.state_dict().items() if name not in tied]
-    return config, [Wanted(name, torch.bfloat16, tuple(t.shape)) for name, t in named]
+    return config, [Meta(name, torch.bfloat16, tuple(t.shape)) for name, t in named]
 
 
-def in_codes(tensors: list[Wanted]) -> tuple[list[Wanted], dict[str, torch.Tensor]]:
+def in_codes(tensors: list[Meta]) -> tuple[list[Meta], dict[str, torch.Tensor]]:
     """Linear layers as bitsandbytes has them in NF4; and the tensors of these that are no random bytes."""
     code = torch.tensor([-1 + n / 7.5 for n in range(16)])  # any codebook is decoded alike
-    held: list[Wanted] = []
+    held: list[Meta] = []
     known: dict[str, torch.Tensor] = {}
     for wanted in tensors:
         if not wanted.name.removesuffix(".weight").endswith(TARGETS) or len(wanted.shape) != 2:
             held.append(wanted)
             continue
         count = torch.Size(wanted.shape).numel()
-        held.append(Wanted(wanted.name, torch.uint8, (count // 2, 1)))
+        held.append(Meta(wanted.name, torch.uint8, (count // 2, 1)))
         said = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(wanted.shape)}
         known[f"{wanted.name}.absmax"] = torch.full((count // 64,), 0.05)
         known[f"{wanted.name}.quant_map"] = code
         state = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
         known[f"{wanted.name}.quant_state.bitsandbytes__nf4"] = state
-    return held + [Wanted(name, t.dtype, tuple(t.shape)) for name, t in known.items()], known
+    return held + [Meta(name, t.dtype, tuple(t.shape)) for name, t in known.items()], known
 
 
 def write_base(folder: Path, shape: str, nf4: bool) -> None:

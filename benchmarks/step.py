@@ -1,4 +1,4 @@
-"""A whole RL step of TRL's GRPO trainer, rollout, sync and update, with three ways to bring the policy to vLLM.
+"""A whole RL step of TRL's GRPO trainer, rollout, sync and update, in four ways to bring the policy to vLLM.
 
     PYTHONPATH=.venv-vllm/trl .venv-vllm/bin/python benchmarks/step.py --shape tiny --device cpu     # a smoke test
     python benchmarks/step.py --json step-h200.json --plot step.png                  # GPU: Qwen2.5-7B's shape, rank 32
@@ -10,6 +10,7 @@ process, with CUDA graphs on a GPU:
 - `trl`: TRL's own sync: PEFT's `merge_adapter`, `load_weights` tensor by tensor, `unmerge_adapter`.
 - `adapter`: `attach(trainer, mode="adapter")`: the adapter alone crosses, and vLLM's LoRA path serves it.
 - `merged`: `attach(trainer)`: merged weights are written into the engine.
+- `trained`: `attach(trainer, train="merged")`: the same, and the update computes with the weights that are pushed.
 
 A step is what transformers' `Trainer` takes for one: `--completions` answers a rank of exactly `--new-tokens` each,
 sampled by one call of vLLM, and one update from them in batches of `--batch`. `rollout` is TRL's call of the engine,
@@ -42,7 +43,12 @@ from lora_merge.bench import check_extra, report
 
 Record = dict[str, Any]
 
-WAYS = {"trl": "TRL's own merge", "adapter": "LoRA path", "merged": "lora_merge"}
+WAYS = {
+    "trl": "TRL's own merge",
+    "adapter": "LoRA path",
+    "merged": "lora_merge",
+    "trained": "lora_merge, trained merged",
+}
 """The option -> what tables and pictures call it."""
 PHASES = ("rollout", "sync", "update")
 WARM_UP = 2
@@ -123,7 +129,9 @@ def train(args: argparse.Namespace, folder: Path) -> Record:
             max_completion_length=args.new_tokens, vllm_max_model_length=args.prompt_tokens + args.new_tokens,
             generation_kwargs={"ignore_eos": True}, logging_steps=1, save_strategy="no", disable_tqdm=True,
         )  # fmt: skip
-        if args.part != "trl":
+        if args.part == "trained":
+            attach(trainer, mode="merged", train="merged")
+        elif args.part != "trl":
             attach(trainer, mode=args.part)
         clock = Clock(args.device)
         clock.watch(trainer.vllm_generation, "sync_weights", "sync")
@@ -223,7 +231,7 @@ def draw(record: Record, file: Path) -> None:
     for name, seconds in ways.items():
         total = sum(seconds.values())
         label = f"{seconds_of(total)}\nsync {seconds_of(seconds['sync'])}"
-        rows.append((Bar(WAYS[name], total, label, name == "merged"), seconds))
+        rows.append((Bar(WAYS[name].replace(", ", ",\n"), total, label, name in ("merged", "trained")), seconds))
     versions = record["versions"]
     note = f"{title(record)}.\n{record['completions']} answers a rank of {record['new_tokens']} tokens. "
     note += f"TRL {versions['trl']}, vLLM {versions['vllm']}. Red: sync."

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measured import add_arguments
 from peft import PeftModel
 
 from lora_merge import Segment
@@ -256,7 +257,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=job.DTYPES, default="bf16", help="of the weights (default %(default)s)")
     parser.add_argument("--adapter-dtype", choices=job.DTYPES, default="bf16", help="default %(default)s")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="take the figures from here, measure nothing")
-    report.add_arguments(parser, repeat=5)
+    add_arguments(parser, repeat=5)
     return parser.parse_args()
 
 

@@ -5,6 +5,7 @@
     python examples/grpo.py --out runs/grpo --steps 80 --resume
     python examples/grpo.py --out runs/adapter --mode adapter
     python examples/grpo.py --out runs/engine --merge engine
+    python examples/grpo.py --out runs/trained --train merged
     python examples/grpo.py --out runs/gpu --device cuda --dtype bfloat16
     python examples/grpo.py --out runs/fp8 --dtype bfloat16 --quantization fp8_per_channel \
         --truncated-importance-sampling 2
@@ -12,6 +13,8 @@
 
 With several processes the model is sharded by FSDP2; the engine is process 0's, and every push takes all of them. What
 is one engine's own (starting it, asking it) lies in grpo_engines.py.
+
+With `--train merged` the trainer's own forward and backward compute with the weights that are pushed.
 
 The task is to sort. A prompt is `BOS d1 .. d6 SEP` with random digits, the right answer is the sorted digits and `EOS`.
 Everything is a token id, so there is no tokenizer. The reward can be verified: the share of positions that hold what
@@ -38,7 +41,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -63,7 +66,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from lora_merge import MissingExtra
+from lora_merge import MissingExtra, train_merged
 from lora_merge.verify import logprob_gap
 
 DIGITS = 6
@@ -95,7 +98,7 @@ def main() -> None:
 
     rollouts = ENGINES[args.engine]
     start = rollouts.start(args.out / "base", POLICY["max_position_embeddings"], args) if rank == 0 else no_engine()
-    with start as engine:
+    with start as engine, training_of(model, args.train):
         sync = rollouts.sync(model, engine, args)
         with progress_bar(console, args.steps, first, shown=rank == 0) as advance:
             for step in range(first, args.steps):
@@ -133,6 +136,9 @@ def arguments() -> argparse.Namespace:
         default="auto",
         help="who adds the adapter to the base: the trainer, or the engine, which then gets adapters alone",
     )
+    parser.add_argument(
+        "--train", choices=["adapters", "merged"], default="adapters", help="what the trainer computes with"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], default="float32", help="of the base and the engine"
@@ -160,6 +166,10 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.prompts * args.group % int(os.environ.get("WORLD_SIZE", "1")):
         parser.error("--prompts times --group must be a multiple of the number of processes")
+    if args.train == "merged" and args.mode == "adapter":
+        parser.error(
+            "--train merged needs --mode merged: the engine's LoRA path computes with the base and the adapter"
+        )
     if args.quantization and args.dtype != "bfloat16":
         parser.error("--quantization needs --dtype bfloat16")
     if args.quantization and args.engine != "vllm":
@@ -228,6 +238,11 @@ def build_policy(args: argparse.Namespace, checkpoint: Path | None, device: torc
             fully_shard(layer)
         fully_shard(model)
     return model
+
+
+def training_of(model: nn.Module, how: str) -> AbstractContextManager[object]:
+    """PEFT's forward, or for the time of the block one on merged weights."""
+    return train_merged(model) if how == "merged" else nullcontext()
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

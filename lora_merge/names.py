@@ -26,6 +26,7 @@ _WRAPPERS = {
     "peft.utils.other.TrainableTokensWrapper": "token_adapter",
     "peft.utils.other.ModulesToSaveWrapper": "modules_to_save",
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.optim.swa_utils.AveragedModel": "module",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
     "torch.nn.parallel.data_parallel.DataParallel": "module",

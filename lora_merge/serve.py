@@ -90,8 +90,7 @@ def unload_adapter(engine: Any, *, pause: str = "keep") -> SyncReport:
         unload_adapter("http://localhost:8000")
 
     Args:
-        engine: as for `load_adapter`.
-        pause: as for `load_adapter`.
+        engine, pause: as for `load_adapter`.
 
     Returns:
         what was done.

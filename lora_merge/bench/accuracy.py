@@ -50,7 +50,7 @@ class Accuracy:
         return math.sqrt(self.squared / self.squared_rounding) if self.squared_rounding else math.inf
 
     def __add__(self, other: Accuracy) -> Accuracy:
-        """Of the elements of both."""
+        """Return the figures of the elements of both."""
         return Accuracy(
             max(self.max_ulp, other.max_ulp),
             self.wrong + other.wrong,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import subprocess
@@ -73,15 +72,6 @@ class Progress:
     def advance(self) -> None:
         """Count one of the steps as done."""
         self.bar.advance(self.task)
-
-
-def add_arguments(parser: argparse.ArgumentParser, *, repeat: int) -> None:
-    """Add the options that every benchmark of ways to merge has."""
-    parser.add_argument(
-        "--repeat", type=int, default=repeat, help="timed runs; timing.typical of them (default %(default)s)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them here, as PNG")
 
 
 def provenance(device: torch.device) -> Record:
@@ -176,11 +166,7 @@ def _bytes(n: int) -> str:
 
 
 def publish(
-    record: Record,
-    json_file: Path | None,
-    plot_file: Path | None,
-    columns: Sequence[str] = MERGE,
-    quiet: bool = False,
+    record: Record, json_file: Path | None, plot_file: Path | None, columns: Sequence[str] = MERGE, quiet: bool = False
 ) -> None:
     """Print the figures, unless told not to; write and draw them where that was asked for."""
     if not quiet:

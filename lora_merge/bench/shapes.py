@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..kernels.segments import Segment
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -26,7 +24,7 @@ class Shape:
     attention: bool = True
 
     def matrices(self) -> list[tuple[str, int, int]]:
-        """(name, out, in) of every linear weight that an adapter for all linear layers covers."""
+        """Return (name, out, in) of every linear weight that an adapter for all linear layers covers."""
         q, kv, h, m = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden, self.intermediate
         attention = [("q_proj", q, h), ("k_proj", kv, h), ("v_proj", kv, h), ("o_proj", h, q)] if self.attention else []
         mlp = [("gate_proj", m, h), ("up_proj", m, h), ("down_proj", h, m)]
@@ -61,21 +59,6 @@ SHAPES = {
     "qwen3-30b-a3b-1layer": Shape(1, 2048, 32, 4, 128, 768, experts=128, attention=False),
     "tiny-moe": Shape(1, 64, 4, 2, 16, 48, experts=4, attention=False),
 }
-
-
-def random_segments(
-    matrices: list[tuple[str, int, int]], rank: int, adapter_dtype: torch.dtype, device: torch.device
-) -> list[Segment]:
-    """Return merges in place into bf16 weights of these sizes (name, out, in), all values normal; without a model."""
-
-    def normal(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(rows, cols, dtype=dtype, device=device).normal_(std=0.02)
-
-    def one(name: str, rows: int, cols: int) -> Segment:
-        w = normal(rows, cols, torch.bfloat16)
-        return Segment(name, w, w, normal(rank, cols, adapter_dtype), normal(rows, rank, adapter_dtype), 1e-3)
-
-    return [one(*matrix) for matrix in matrices]
 
 
 def random_model(

@@ -7,7 +7,6 @@ import gc
 import os
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,34 +55,6 @@ def observe(call: Call, device: torch.device) -> Run:
     before = _status("VmRSS")
     ms = milliseconds(call, device)
     return Run(ms, max(_status("VmHWM") - before, 0), _status("VmRSS") - before)
-
-
-def peak_of_everybody(call: Call, device: torch.device) -> int:
-    """Return peak bytes above what was in use before a call; on a GPU those of all its processes, sampled each ms.
-
-    Allocators keep what they once took, so a short peak is seen unless somebody gives memory back within that time.
-    """
-    if device.type == "cpu":
-        return observe(call, device).peak_bytes
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    before = least = torch.cuda.mem_get_info(device)[0]
-    done = threading.Event()
-
-    def watch() -> None:
-        nonlocal least
-        while not done.wait(1e-3):
-            least = min(least, torch.cuda.mem_get_info(device)[0])
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        call()
-        torch.cuda.synchronize(device)
-    finally:
-        done.set()
-        watcher.join()
-    return before - min(least, torch.cuda.mem_get_info(device)[0])
 
 
 def _status(field: str) -> int:

@@ -66,7 +66,7 @@ class WorkerInfo:
     busy: str  # who else is in the middle of a push, in words
     paused: bool  # whether a push that failed, or whose trainer died, has left the engine paused
     asleep: int  # sleep level of the weights; 0: awake
-    waking: bool  # whether a failed push woke the weights, but not the KV cache
+    waking: bool  # whether a push woke the weights, and the KV cache sleeps still
     session: str | None  # of the open channel
     base: str  # fingerprint of the base that it can merge updates onto; "": none
     # Of what was asked for by digest: of streams that are known there, the digests `same` of the dry run and `at` of
@@ -103,8 +103,8 @@ class DryRunAnswer:
 
     refused: Mapping[str, str]  # tensors that it does not take -> why
     ignored: Sequence[str]  # tensors that fill nothing
-    absent: Sequence[str]  # those among them for parts of the model that the engine was started without
-    missing: Sequence[str]  # parameters that nothing would fill
+    absent: Sequence[str]  # those among them for parts that the engine was started without (a vision tower)
+    missing: Sequence[str]  # parameters and persistent buffers that nothing would fill, in words
     partial: Mapping[str, int]  # tensors of which it leaves some -> elements that it takes
     dtypes: Mapping[str, str]  # tensors that it takes -> dtype in which it holds them
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import InvalidInput, PushRefused
+from ..models.pausing import training_of
 from ..shards.ranks import Ranks
 from ..stream.buckets import BUCKET_BYTES
 from ..stream.weights import MergedWeights
@@ -148,7 +149,19 @@ class EngineSync(Pusher):
                 raise PushRefused(f"the engine holds {state}{whose}, {ours}; push() first")
 
     async def _push(self, mode: str | None, verify: bool) -> SyncReport:
-        return await super()._push(None if mode is None else _checked(mode), verify)
+        mode = self._mode if mode is None else _checked(mode)
+        _check_served(self._weights.model, mode, self._weights.rounding)
+        return await super()._push(mode, verify)
+
+
+def _check_served(model: nn.Module, mode: str, rounding: str) -> None:
+    """Raise `InvalidInput` if a model is trained on merged weights, and the push would serve another policy."""
+    training = training_of(model)
+    if training is not None and (mode, rounding) != ("merged", training.rounding):
+        raise InvalidInput(
+            f"train_merged(model) trains the policy that mode='merged' and rounding={training.rounding!r} serve, and "
+            f"this would serve another one: mode={mode!r}, rounding={rounding!r}. Change these, or close() the training"
+        )
 
 
 def _checked(mode: str) -> str:

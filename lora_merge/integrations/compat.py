@@ -79,6 +79,13 @@ class Release:
             "switches it off)"
         )
 
+    def announce_training(self) -> None:
+        """Print one line, on the first rank: the policy is trained on its merged weights."""
+        _say(
+            f"trains the policy of {self.trainer} {self.installed} on its merged weights: forward and backward compute "
+            f"with what is pushed ({SWITCH}_TRAIN=adapters: as PEFT computes)"
+        )
+
     def nothing(self, why: str) -> None:
         """Print one line, on the first rank: nothing of this training is taken over.
 

@@ -64,19 +64,24 @@ class Options:
             trains: whether the integration can train on merged weights; else asking for that is an error.
         """
         found = os.environ if environment is None else environment
-        train = found.get(f"{SWITCH}_TRAIN", "adapters")
-        if train == "merged" and not trains:
+        if trains_merged(found) and not trains:
             raise InvalidInput(
-                f"{SWITCH}_TRAIN=merged is for TRL alone yet: leave it out, or call lora_merge.train_merged(model) in "
-                "your script before training"
+                f"{SWITCH}_TRAIN=merged is for TRL, ms-swift, verl and Transformers, and not with Megatron: leave it "
+                "out, or call lora_merge.train_merged(model) in your script before training"
             )
         return cls(
             mode=found.get(f"{SWITCH}_MODE", "merged"),
             rounding=found.get(f"{SWITCH}_ROUNDING", "nearest"),
             check=_bound(found.get(f"{SWITCH}_CHECK", "")),
             verify=_flag(f"{SWITCH}_VERIFY", found.get(f"{SWITCH}_VERIFY", "")),
-            train=train,
+            train=found.get(f"{SWITCH}_TRAIN", "adapters"),
         )
+
+
+def trains_merged(environment: Mapping[str, str] | None = None) -> bool:
+    """Return True if LORA_MERGE_TRAIN=merged is set."""
+    found = os.environ if environment is None else environment
+    return found.get(f"{SWITCH}_TRAIN") == "merged"
 
 
 def switched_on(environment: Mapping[str, str] | None = None) -> bool:

@@ -55,12 +55,22 @@ class Pusher:
         options: default: as the environment says.
         trainer: in words, "Lightning".
         log: where reports go.
+        trains: whether the trainer can train on merged weights.
 
     Raises:
         InvalidInput: an argument that does not fit.
     """
 
-    def __init__(self, engine: Any, every: int, options: Options | None, *, trainer: str, log: logging.Logger) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        every: int,
+        options: Options | None,
+        *,
+        trainer: str,
+        log: logging.Logger,
+        trains: bool = False,
+    ) -> None:
         if every < 1:
             raise InvalidInput(f"every must be 1 or more optimizer steps, got {every}")
         self._engine, self._every, self._log = engine, every, log
@@ -69,6 +79,11 @@ class Pusher:
             raise InvalidInput(
                 f"check (LORA_MERGE_CHECK) needs the rollout's log-probs, which {trainer} does not have: compare them "
                 "with lora_merge.verify.logprob_gap where you sample"
+            )
+        if self._options.train == "merged" and not trains:
+            raise InvalidInput(
+                f"train='merged' is not for {trainer}, whose checkpoints would have merged weights: leave it out, or "
+                "call lora_merge.train_merged(model) and, before each checkpoint, pause() of what it returns"
             )
         self._kept = KeptSync()
 

@@ -20,6 +20,7 @@ from ..errors import InvalidInput
 from .metrics import metrics
 from .options import Options
 from .pushing import Pusher
+from .train import TrainsMerged
 
 _log = logging.getLogger(__name__)
 
@@ -74,18 +75,27 @@ def attach(trainer: Trainer, engine: Any, *, every: int = 1, options: Options | 
         trainer: a Trainer whose `train()` was not called yet; with or without FSDP, DDP and gradient accumulation.
         engine: as for `VllmSync`; None on the ranks that hold no handle.
         every: optimizer steps between two pushes.
-        options: mode, rounding, check, verify; default: from the environment variables.
+        options: mode, rounding, check, verify, train; default: from the environment variables.
 
     Returns:
         The callback, whose `sync` can generate once training has begun.
 
     Raises:
-        InvalidInput: an argument that does not fit, or a trainer that pushes already.
+        InvalidInput: an argument that does not fit, a trainer that pushes already, or with `train="merged"` a model
+            that cannot be trained so.
+        UnsupportedAdapter: with `train="merged"` an adapter that cannot be trained so.
     """
     if not hasattr(trainer, "callback_handler"):
         raise InvalidInput(f"trainer must be a Trainer of transformers, got {type(trainer).__name__}")
     if any(isinstance(one, PushCallback) for one in trainer.callback_handler.callbacks):
         raise InvalidInput("this trainer pushes already: give one attach() a list of engines")
-    callback = PushCallback(trainer, Pusher(engine, every, options, trainer="this trainer", log=_log))
+    options = Options.from_environment(trains=True) if options is None else options
+    pusher = Pusher(engine, every, options, trainer="this trainer", log=_log, trains=True)
+    trains = TrainsMerged(trainer.model) if options.train == "merged" else None
+    callback = PushCallback(trainer, pusher)
     trainer.add_callback(callback)
+    if trains is not None:
+        trainer.add_callback(trains)
+        vars(trainer)["train"] = trains.closing(trainer.train)
+        _log.info("this trainer trains on merged weights: forward and backward compute with what is pushed")
     return callback

@@ -52,17 +52,14 @@ def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> TwoStepSca
     return TwoStepScaled(prepare, ByOperations, placed, device)
 
 
-class _Tracked:
-    """`one_pass.Kernels` of a table."""
+class _Tracked(Kernels):
+    """See `Kernels`. A unit takes the room that it needs."""
 
-    chunk, slack = 0, 0
-
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        self._names = [s.name for s in segments]
-        self.table, self.device = torch.from_numpy(pack(segments)), torch.device("cpu")
-        self._first, self.code_bytes = operators.tracked_sizes_cpu(self.table)
-        self.units = int(self._first[-1])
-        self.base_bytes = sum(s.source.nbytes for s in segments)
+    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
+        super().__init__(segments, device)
+        self.table = torch.from_numpy(pack(segments))
+        first, self.code_bytes = operators.tracked_sizes_cpu(self.table)
+        self.units, self._first, self._names = int(first[-1]), [first.numpy()], [s.name for s in segments]
 
     def track(self, j: Journal) -> None:
         operators.track_cpu(self.table, j.codes, j.records, j.arena, j.mark, j.counter)
@@ -86,10 +83,7 @@ class _Tracked:
         table[:] = to
         return True
 
-    def names(self, units: Tensor) -> set[str]:
-        return {self._names[i] for i in torch.searchsorted(self._first, units, right=True) - 1}
-
 
 def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> OnePassTracked:
-    """One pass each way."""
-    return OnePassTracked(_Tracked(segments))
+    """Lay out one pass each way."""
+    return OnePassTracked(_Tracked(segments, device))

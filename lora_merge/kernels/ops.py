@@ -69,10 +69,7 @@ def unmerge_(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> 
     bring back. `merged(model)` and `TrackedPlan` restore weights bit for bit.
 
     Args:
-        weight: as in `merge_`.
-        lora_A: as in `merge_`.
-        lora_B: as in `merge_`.
-        scaling: as in `merge_`.
+        weight, lora_A, lora_B, scaling: as in `merge_`.
 
     Raises:
         InvalidInput: something does not fit; nothing was written.
@@ -154,8 +151,7 @@ def run_segments(
         names: names of the whole weights, for messages and for the bits of stochastic rounding.
         first: index of each rectangle's first element in its whole weight; default 0. See `Segment`.
         pitch: what a row and a column add to that index; default: the rectangle is the whole weight.
-        rounding: as in `merge`.
-        seed: as in `merge`.
+        rounding, seed: as in `merge`.
 
     Raises:
         InvalidInput: lists differ in length, or a segment does not fit; nothing was written.

@@ -222,7 +222,7 @@ class Packed(Tensor):
         return f"Packed({memory(self)[0].dtype} codes of {self.dtype} {list(self.shape)} on {self.device})"
 
     def data_ptr(self) -> int:
-        """Where the codes of the weight begin."""
+        """Return where the codes of the weight begin."""
         return self.codes.address
 
     @property

@@ -144,7 +144,7 @@ class Plan:
 
     @untraced
     def row_norms(self) -> list[Tensor]:
-        """Squared norms of the rows of `source + scaling * lora_B @ lora_A`, before any `row_scale`.
+        """Compute squared norms of the rows of `source + scaling * lora_B @ lora_A`, before any `row_scale`.
 
             norms = plan.row_norms()[0].sqrt()
 

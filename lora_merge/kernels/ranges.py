@@ -96,9 +96,7 @@ def run_in_range(plan: Plan, run: Mapping[str, Any] = MappingProxyType({})) -> N
 
 
 def check_in_place(
-    results: Iterable[tuple[str, Tensor, bool]],
-    back: Callable[[], object],
-    again: Callable[[], object],
+    results: Iterable[tuple[str, Tensor, bool]], back: Callable[[], object], again: Callable[[], object]
 ) -> None:
     """Do `check_range` on weights that were merged in place: the base comes back to tell what was not finite before.
     What raises leaves the base there.

@@ -16,7 +16,6 @@ class _Place(NamedTuple):
     """Where rows lie: nothing that keeps their memory alive.
 
     Args:
-        name: of the weight.
         address, device, dtype, shape, stride: of the rows.
         values: what they become.
     """
@@ -34,7 +33,6 @@ class _Row(NamedTuple):
     """Rows that are replaced now.
 
     Args:
-        name: of the weight.
         there: the rows, live.
         base, written: what they held before, and what was written.
     """

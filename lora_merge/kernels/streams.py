@@ -22,7 +22,6 @@ class Streams:
     for their owner to order.
 
     Args:
-        device: of the plan.
         own: its tensors; those on other devices do not matter.
     """
 

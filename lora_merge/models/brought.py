@@ -19,7 +19,6 @@ def bring(model: nn.Module, tensors: Iterable[NamedTensor], names: Collection[st
 
     Args:
         model: that the folder was read onto.
-        tensors: of the model.
         names: of those that the folder holds; tied ones are noted under each of their names.
     """
     tensors = list(tensors)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,9 +23,21 @@ class _Claim:
     where interrupts kept the holder from letting go of it."""
 
 
+class _Inside(NamedTuple):
+    """What one `merged` has merged.
+
+    Args:
+        layers, weights: adapter layers, and what is written.
+        reader: whose streams may read it as it lies; None: nobody's.
+    """
+
+    layers: Iterable[object]
+    weights: Mapping[Address, Tensor]
+    reader: object | None = None
+
+
 _lock = threading.Lock()
-_merged: WeakKeyDictionary[_Claim, tuple[Iterable[object], Mapping[Address, Tensor]]] = WeakKeyDictionary()
-"""The adapter layers and weights of each `merged`."""
+_merged: WeakKeyDictionary[_Claim, _Inside] = WeakKeyDictionary()
 _read: WeakKeyDictionary[_Claim, Sequence[torch.UntypedStorage]] = WeakKeyDictionary()
 """What the passes of streams that are under way read."""
 _looks: dict[Look, set[int]] = {}
@@ -78,7 +91,7 @@ def _claim_merge(
     claim: _Claim, layers: Iterable[object], weights: Mapping[Address, Tensor], left: AbstractSet[int]
 ) -> None:
     with _lock:
-        there = any(_shared(layers, others) or not held.keys().isdisjoint(weights) for others, held in _merged.values())
+        there = any(_shared(layers, i.layers) or not i.weights.keys().isdisjoint(weights) for i in _merged.values())
         if there or (left and not left.isdisjoint(_memory(weights.values()))):
             raise AlreadyMerged(
                 "merged() is already entered on this model, or on one that shares weights with it; leave it before "
@@ -89,11 +102,33 @@ def _claim_merge(
                 "a stream of these weights (MergedWeights, VllmSync) is under way, which would read merged ones from "
                 "here on: finish its iteration, or close it, before merged()"
             )
-        _merged[claim] = layers, weights
+        _merged[claim] = _Inside(layers, weights)
 
 
-def reading(held: Sequence[torch.UntypedStorage]) -> AbstractContextManager[None]:
+def let_read(layers: Iterable[object], reader: object) -> None:
+    """Let streams of a reader read, as it lies, what the `merged` of these adapter layers has merged."""
+    with _lock:
+        for claim, inside in list(_merged.items()):
+            if _shared(layers, inside.layers):
+                _merged[claim] = inside._replace(reader=reader)
+
+
+def check_unread(weights: Iterable[Tensor]) -> None:
+    """Raise `InvalidInput` while a stream reads the memory of some of these weights, which are to change."""
+    with _lock:
+        read = any(_meet(held, weights) for held in _read.values())
+    if read:
+        raise InvalidInput(
+            "a stream of these weights (MergedWeights, VllmSync) is under way, and they are to change: finish its "
+            "iteration, or close it, before the model computes with other adapters or its base is read"
+        )
+
+
+def reading(held: Sequence[torch.UntypedStorage], reader: object | None = None) -> AbstractContextManager[None]:
     """Claim the memory that one pass of a stream reads, for the time of the pass.
+
+    Args:
+        reader: as of `let_read`.
 
     Raises:
         AlreadyMerged: some of it is inside `merged`.
@@ -102,7 +137,7 @@ def reading(held: Sequence[torch.UntypedStorage]) -> AbstractContextManager[None
 
     def take() -> None:
         with _lock:
-            check_readable(held)
+            check_readable(held, reader=reader)
             _read[claim] = held
 
     def let_go() -> None:
@@ -112,9 +147,13 @@ def reading(held: Sequence[torch.UntypedStorage]) -> AbstractContextManager[None
     return undone(take, let_go)
 
 
-def check_readable(held: Sequence[torch.UntypedStorage], left: AbstractSet[int] = frozenset()) -> None:
-    """Raise `AlreadyMerged` if some of this memory is inside `merged`, or was when it was looked at (see `Look`)."""
-    merged = any(_meet(held, weights.values()) for _, weights in list(_merged.values()))
+def check_readable(
+    held: Sequence[torch.UntypedStorage], left: AbstractSet[int] = frozenset(), reader: object | None = None
+) -> None:
+    """Raise `AlreadyMerged` if some of this memory, but for what the reader may read, is inside `merged`, or was so
+    when it was looked at (see `Look`)."""
+    others = [inside for inside in list(_merged.values()) if reader is None or inside.reader is not reader]
+    merged = any(_meet(held, inside.weights.values()) for inside in others)
     if merged or (left and _lies_in(held, left)):
         raise AlreadyMerged(
             "these weights are inside lora_merge.merged() and hold adapters on top of the base, or did so while they "

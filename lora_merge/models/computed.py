@@ -31,7 +31,6 @@ def check_stored(model: nn.Module, tensors: Iterable[NamedTensor]) -> None:
 
     Args:
         model: wrapped or not.
-        tensors: its parameters and buffers.
     """
     found = [(t, how) for t in tensors if (how := _computed(t))]
     if not found:
@@ -47,7 +46,7 @@ def check_stored(model: nn.Module, tensors: Iterable[NamedTensor]) -> None:
 
 
 def _computed(t: NamedTensor) -> tuple[str, str] | None:
-    """What a tensor is a part of, by its name, and what makes that plain; None for a weight itself."""
+    """Return what a tensor is a part of, by its name, and what makes that plain; None for a weight itself."""
     if _LISTS in f".{t.name}":
         module, _, rest = f".{t.name}".partition(_LISTS)
         attribute = rest.partition(".")[0]
@@ -63,7 +62,7 @@ def _computed(t: NamedTensor) -> tuple[str, str] | None:
 
 
 def _built(model: nn.Module) -> set[str] | None:
-    """Names of what the model's class builds; None where no class of transformers says it, or cannot be built anew."""
+    """Return names of what a model's class builds; None where no class of transformers says so, or none can be made."""
     for name, module in walk(model):
         if _PRETRAINED in lineage(type(module)):
             try:

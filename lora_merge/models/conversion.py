@@ -34,7 +34,6 @@ class Made:
     Args:
         name: its checkpoint name.
         sources: HF module names of the parameters that it is made of.
-        shape: its shape.
         view: `(offset, shape, stride)` in its only source; None where values have to be computed.
     """
 

@@ -19,7 +19,7 @@ from ..shards.ranks import Ranks
 from .conversion import Conversion
 from .delta import Delta, Job
 from .part import Part
-from .pausing import pause
+from .pausing import pause, training_of
 from .snapshot import Layed, Owners, Snapshot
 
 
@@ -39,6 +39,8 @@ class Live(Protocol):
     merging: Ranks
     device: torch.device | None
     sharded: bool
+    reader: Any
+    """What merged the weights, where they are read as they lie: nothing adds to them then."""
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """See `names.walk`."""
@@ -99,8 +101,12 @@ class Live(Protocol):
         """Give back what is gathered of what `jobs` merges: on every rank that holds the model, or on none."""
 
 
-def live(model: Any) -> Live:
+def live(model: Any, *, as_it_lies: bool = False) -> Live:
     """Wrap a trainer's model: PEFT's, or Megatron's chunks.
+
+    Args:
+        model: if it is trained on merged weights, its base comes back before it is read.
+        as_it_lies: that model is read as it is trained instead: with its adapters in the base weights, where any act.
 
     Raises:
         InvalidInput: it is neither.
@@ -108,6 +114,9 @@ def live(model: Any) -> Live:
     from .megatron.live import Megatron
     from .peft.live import Peft
 
+    training = training_of(model) if as_it_lies else None
+    if training is not None and training.hold():
+        return Peft(model, training)
     pause(model)
     return Megatron(model) if check_model(model) else Peft(model)
 

@@ -78,7 +78,6 @@ class Operands:
     Args:
         turns: what will be merged. Deltas whose weights lie on none of `ranks` are left out.
         ranks: making `Operands` and `refresh` are collective over them.
-        device: of the kernels.
         private: adapters are read from copies that `refresh` makes, so that they may change while weights are merged.
     """
 
@@ -343,7 +342,6 @@ def merge_plan(
     """Plan jobs of one device in one launch: checked and laid out once, run every step.
 
     Args:
-        jobs: what is merged.
         operands: made for them; whoever runs the plan refreshes these first.
         copies: further segments of the same launch (what has no adapter).
         turn: of the operands, the one that the jobs belong to.

@@ -111,7 +111,6 @@ class RowScales:
         turns: the deltas whose rows are scaled first in each turn; all have a magnitude.
         adapters: of these turns.
         ranks: making `RowScales` and `run` are collective over them.
-        device: of the kernels.
         everywhere: names of the deltas of which every rank needs the factors of all rows.
 
     Attributes:

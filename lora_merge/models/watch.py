@@ -41,9 +41,6 @@ class Watch:
     """Notes what one reading of a model looks at, in its order; `again` then says whether it is all the same.
 
     It keeps no module, no tensor and no dict of theirs.
-
-    Args:
-        model: whose reading it is.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -82,7 +79,7 @@ class Watch:
             self._asked.append((question, objects, list(map(question, objects))))
 
     def done(self, *columns: Sequence[Any]) -> bool:
-        """When all was noted. Whether it can be watched.
+        """Return True if it can be watched; called when all was noted.
 
         Args:
             columns: objects among those noted, for `again`.
@@ -98,7 +95,7 @@ class Watch:
         return False
 
     def again(self, model: nn.Module) -> list[list[Any]] | None:
-        """The columns, live; None where something may be other than it was."""
+        """Return the columns, live; None where something may be other than it was."""
         found = None if self._seen is None else self._seen.again(model)
         if found is None:
             return None
@@ -113,5 +110,5 @@ class Watch:
 
 
 def _is_memory(kind: type[Tensor]) -> bool:
-    """Whether a tensor of a class is the memory at its address, and nothing that only its class knows of."""
+    """Return True if a tensor of a class is the memory at its address, and nothing that only its class knows of."""
     return kind.__torch_dispatch__ is Tensor.__torch_dispatch__

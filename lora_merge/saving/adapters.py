@@ -90,6 +90,7 @@ def read_adapter(name: str, folder: Path, base: Checkpoint, dtype: torch.dtype, 
         renamed = loading_names(model.get_base_model())
         base.turn({n for n in base.tensors if n in turned or renamed(n) in turned})
     weights, bare = MergedWeights(model), MergedWeights(model, adapters=False)
+    weights.as_it_lies = False
     weights.keep_tied = bare.keep_tied = True
     writer = weights.bucket_writer()
     with originals(model):
@@ -329,9 +330,7 @@ def untied_config(cls: type, config: Any, pairs: Mapping[str, str], adapter: str
     class ties, so a checkpoint beside it needs every name.)
 
     Args:
-        cls: of the model.
         pairs: names of parameters that an adapter makes two.
-        adapter: its name.
 
     Raises:
         UnsupportedAdapter: the class ties them whatever its config says, or computes otherwise where they are two.

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NoReturn
 
@@ -85,42 +85,31 @@ class _Four(Coded):
     """A weight of 4 bits.
 
     Args:
-        value: dtype to which values are rounded.
         block: codes that share a scale.
         code: float32 `[16]`.
-        nested_block: scales of 8 bits that share one; None for scales of float32.
-        nested_code: float32 `[256]`.
-        offset: float32, one element.
+        nested: what scales of 8 bits stand for, but for its absmax, which each chunk reads; None for float32.
     """
 
-    value: torch.dtype
     block: int
     code: Tensor
-    nested_block: int | None = None
-    nested_code: Tensor | None = None
-    offset: Tensor | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.value
+    nested: Nested | None
 
     def chunk(self, raw: Checkpoint, rows: Rows, take: Take) -> Buffer:
         """Return codes from the block on in which the rows begin, as a weight of their own."""
         name = self.stored.name
         shape = self.shape[::-1] if self.turned else self.shape
         first, last = (0, prod(shape)) if self.turned else (rows.begin * shape[1], rows.end * shape[1])
-        unit = self.block * (self.nested_block or 1)
+        unit = self.block * (1 if self.nested is None else self.nested.block)
         zero = first // unit * unit  # the place that counts as the first
         buffer = _bytes(raw, name, first // 2, -(-last // 2), torch.uint8, take)
         blocks = zero // self.block, -(-last // self.block)
         absmax = _values(raw, f"{name}.absmax", blocks[0], blocks[1] - blocks[0])
-        nested = None
-        if self.nested_block is not None and self.nested_code is not None and self.offset is not None:
-            begin, end = blocks[0] // self.nested_block, -(-blocks[1] // self.nested_block)
-            scales = _values(raw, f"{name}.nested_absmax", begin, end - begin)
-            nested = Nested(self.nested_code, scales, self.nested_block, self.offset)
+        nested = self.nested
+        if nested is not None:
+            begin, end = blocks[0] // nested.block, -(-blocks[1] // nested.block)
+            nested = replace(nested, absmax=_values(raw, f"{name}.nested_absmax", begin, end - begin))
         begin = first // 2 * 2 - zero
-        codes = Codes(buffer.tensor, self.value, absmax, self.block, self.code, nested, begin)
+        codes = Codes(buffer.tensor, self.dtype, absmax, self.block, self.code, nested, begin)
         skipped = first - zero - begin  # a row of an odd number of codes may begin in the middle of a byte
         flat = codes.tensor()[skipped : skipped + last - first]
         values = flat.view(shape).t()[rows.begin : rows.end] if self.turned else flat.view(-1, shape[1])
@@ -159,7 +148,7 @@ def _four(raw: Checkpoint, name: str, state: str) -> _Four:
     shape = said.get("shape")
     if not isinstance(shape, list) or len(shape) != 2 or not all(_positive(n) for n in shape):
         _refuse(raw, name, f"{state} says shape {shape!r}, expected [out, in]")
-    block, nested_block = _block(raw, name, state, said, "blocksize"), None
+    block = _block(raw, name, state, said, "blocksize")
     stored, count = raw.tensors[name], prod(shape)
     if stored.nbytes != -(-count // 2):
         _refuse(raw, name, f"{stored.nbytes} bytes hold no {count} codes of 4 bits, a weight {shape} as {state} says")
@@ -167,27 +156,19 @@ def _four(raw: Checkpoint, name: str, state: str) -> _Four:
     double = f"{name}.nested_absmax" in raw.tensors or "nested_blocksize" in said
     _check(raw, name, "absmax", torch.uint8 if double else torch.float32, blocks)
     _check(raw, name, "quant_map", torch.float32, 16)
-    nested_code = offset = None
+    nested = None
     if double:
         nested_block = _block(raw, name, state, said, "nested_blocksize")
         _check(raw, name, "nested_absmax", torch.float32, -(-blocks // nested_block))
         _check(raw, name, "nested_quant_map", torch.float32, 256)
-        nested_code = _values(raw, f"{name}.nested_quant_map", 0, 256)
         number = said.get("nested_offset")
         if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) < float("inf"):
             _refuse(raw, name, f"{state} says nested_offset {number!r}, expected a finite number")
         offset = torch.tensor([float(number)], dtype=torch.float32, device="cpu")
-    return _Four(
-        stored,
-        tuple(shape),
-        dtype,
-        value=dtype,
-        block=block,
-        code=_values(raw, f"{name}.quant_map", 0, 16),
-        nested_block=nested_block,
-        nested_code=nested_code,
-        offset=offset,
-    )
+        code = _values(raw, f"{name}.nested_quant_map", 0, 256)
+        nested = Nested(code, torch.empty(0, device="cpu"), nested_block, offset)
+    code = _values(raw, f"{name}.quant_map", 0, 16)
+    return _Four(stored, tuple(shape), dtype, dtype=dtype, block=block, code=code, nested=nested)
 
 
 def _settings(raw: Checkpoint, name: str, state: str) -> Mapping[str, Any]:
@@ -237,10 +218,6 @@ class _Eight(Coded):
     """
 
     scales: str
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32
 
     def chunk(self, raw: Checkpoint, rows: Rows, take: Take) -> Buffer:
         """Return rows as a weight of their own; of a turned one all."""

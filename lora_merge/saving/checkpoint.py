@@ -19,6 +19,7 @@ from ..extras import needed
 from ..kernels.segments import FLOATS
 from ..models.peft.files import CONFIG as ADAPTER_CONFIG
 from ..models.peft.files import PICKLED as ADAPTER_PICKLED
+from ..stream.buckets import dtype_name
 from .chunks import Buffer, Rows, Take
 from .format import Stored, as_bytes, read_header, read_into
 
@@ -51,13 +52,11 @@ class Checkpoint:
     """A base in Hugging Face's layout.
 
     Args:
-        folder: of its files.
         tensors: by name.
         files: for each of its weight files, under the name that a safetensors file has for it, the names of its
             tensors, in order.
         metadata: of the safetensors files.
         index: what its index says beside the map of names; None where there is no index.
-        config: config.json.
         notes: what may be worth a look.
         packed: how weights of it are quantised that go along as they lie, in words; "" where none are.
     """
@@ -265,7 +264,7 @@ def _told_adapter(folder: Path) -> str:
 def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Return a config that says of another dtype, also of the model's parts (text_config) where it does."""
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-    said = {**config, **dict.fromkeys(keys, str(dtype).removeprefix("torch."))}
+    said = {**config, **dict.fromkeys(keys, dtype_name(dtype))}
     for key, part in said.items():
         if isinstance(part, dict) and ("dtype" in part or "torch_dtype" in part):
             said[key] = with_dtype(part, dtype)
@@ -378,10 +377,4 @@ def _pickles(folder: Path, names: list[str], index: Mapping[str, Any] | None) ->
         renamed = file.replace("pytorch_model", "model", 1).removesuffix(".bin") + ".safetensors"
         files[renamed] = tuple(inside)
     _absent(folder, tensors, index)
-    return {
-        "tensors": tensors,
-        "files": files,
-        "metadata": {"format": "pt"},
-        "index": _beside(index),
-        "_pickled": held,
-    }
+    return {"tensors": tensors, "files": files, "metadata": {"format": "pt"}, "index": _beside(index), "_pickled": held}

@@ -31,17 +31,14 @@ class Coded(ABC):
         shape: of the weight in the plain checkpoint.
         kept: dtype that it has in what is made of the base, unless another one is asked for.
         turned: the codes are those of the transposed weight.
+        dtype: of the values that the codes stand for.
     """
 
     stored: Stored
     shape: tuple[int, ...]
     kept: torch.dtype
     turned: bool = False
-
-    @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """Of the values that the codes stand for."""
+    dtype: torch.dtype = torch.float32
 
     @abstractmethod
     def chunk(self, raw: Checkpoint, rows: Rows, take: Take) -> Buffer:

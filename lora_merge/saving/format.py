@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInput
+from ..stream.buckets import Meta
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -54,9 +55,7 @@ class Stored:
     """One tensor of a file.
 
     Args:
-        name: its name.
         dtype, shape: of its values.
-        file: that holds it.
         begin: first byte in the file.
     """
 
@@ -160,22 +159,20 @@ def _stored(file: Path, name: str, said: Any, data: int) -> Stored:
     return stored
 
 
-def make_header(
-    file: Path, tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
-) -> tuple[bytes, list[Stored]]:
+def make_header(file: Path, tensors: Sequence[Meta], metadata: Mapping[str, str]) -> tuple[bytes, list[Stored]]:
     """Return the first bytes of a file of these tensors, in this order, and where each will lie."""
     said: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end, begins = 0, []
-    for name, dtype, shape in tensors:
-        nbytes = prod(shape) * dtype.itemsize
+    for tensor in tensors:
+        name, dtype, shape = tensor
         if dtype not in CODES:
             raise InvalidInput(
                 f"{name}: expected a dtype that safetensors files hold ({', '.join(DTYPES)}), got {dtype}: leave it "
                 "out (register_buffer(..., persistent=False)), or convert it"
             )
-        said[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [end, end + nbytes]}
+        said[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [end, end + tensor.nbytes]}
         begins.append(end)
-        end += nbytes
+        end += tensor.nbytes
     text = json.dumps(said, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNED)
     first = _LENGTH + len(text)

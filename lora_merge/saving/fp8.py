@@ -77,10 +77,6 @@ class _Blocks(Coded):
     scales: str
     block: tuple[int, int]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32
-
     def chunk(self, raw: Checkpoint, rows: Rows, take: Take) -> Buffer:
         cols = self.shape[1]
         high, wide = self.block

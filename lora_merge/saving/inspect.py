@@ -20,6 +20,7 @@ from ..models.peft.folder import elsewhere, notes_of
 from ..models.peft.tokens import TRAINED, WRAPPED
 from ..names import hf_name
 from ..shards import whole
+from ..stream.buckets import dtype_name
 from ..stream.source import Entry
 from ..verify import Change, change_of
 from .adapters import Sum, assembled, names_in, read_adapter
@@ -177,7 +178,7 @@ def _alone(folder: Path) -> Inspected:
         options={key: config[key] for key in _TOLD if key in config and config[key] not in _USUAL},
         parameters=sum(prod(shape) for _, shape in tensors.values()),
         nbytes=sum(prod(shape) * dtype.itemsize for dtype, shape in tensors.values()),
-        dtypes=tuple(sorted({str(dtype).removeprefix("torch.") for dtype, _ in tensors.values()})),
+        dtypes=tuple(sorted({dtype_name(dtype) for dtype, _ in tensors.values()})),
         modules=modules,
         whole=tuple(sorted(wholes)),
         replaced=replaced,
@@ -214,7 +215,7 @@ def _rank(shapes: Mapping[str, tuple[int, ...]]) -> int:
 def _held_against(alone: Inspected, base: Checkpoint) -> Inspected:
     common = {f: getattr(alone, f) for f in alone.__slots__} | {
         "base": base.folder,
-        "dtype": str(base.dtype).removeprefix("torch."),
+        "dtype": dtype_name(base.dtype),
     }
     try:
         one = read_adapter(alone.folder.name, alone.folder, base, base.dtype)

@@ -19,13 +19,14 @@ from ..models.live import live
 from ..models.peft.chosen import originals
 from ..names import lineage, walk
 from ..shards.ranks import noted
+from ..stream.buckets import Meta, dtype_name
 from ..stream.weights import MergedWeights
 from .adapters import untied_config
 from .checkpoint import CONFIG, Checkpoint, find
 from .format import as_bytes
 from .merge import Saved
 from .rest import Rest, rest_of
-from .writer import SHARD_SIZE, Wanted, Writer, shards_of, size_of
+from .writer import SHARD_SIZE, Writer, shards_of, size_of
 
 _BUCKET = 64 << 20
 _NO_TOKENIZER = "no tokenizer was saved: pass tokenizer=, or base=, the folder of the base"
@@ -60,8 +61,7 @@ def save_merged(
         out: folder to write the checkpoint into.
         max_shard_size: largest size of one weight file, in bytes or as "5GB".
         dtype: dtype of floating-point parameters: bfloat16, float16 or float32; default: as they are.
-        rounding: as in `merge`.
-        seed: as in `merge`.
+        rounding, seed: as in `merge`.
         adapter_names: as for `MergedWeights`.
         tokenizer: anything with `save_pretrained`; default: the tokenizer's files in `base`.
         base: folder (or repository in the cache) from which tokenizer, chat templates and code are copied, tensors that
@@ -91,16 +91,17 @@ def save_merged(
     weights = MergedWeights(
         model, bucket_bytes=bucket_bytes, dtype=dtype, rounding=rounding, adapter_names=adapter_names
     )
+    weights.as_it_lies = False
     ranks = live(model).ranks
     mine = _writes() if write is None else write
     if not ranks.any(mine):
         return None
-    tensors = _wanted(weights)
+    tensors = weights.metadata()
     changed = _changed(weights)
     apart = _apart(model, weights, {wanted.name for wanted in tensors})
     if apart:  # a config that unties some unties all
         weights.keep_tied = True
-        tensors = _wanted(weights)
+        tensors = weights.metadata()
     around = _around(model, tensors)
     tensors = [wanted._replace(name=wanted.name.removeprefix(around)) for wanted in tensors]
     apart = {name.removeprefix(around): kept.removeprefix(around) for name, kept in apart.items()}
@@ -171,10 +172,6 @@ def _left(writer: Writer, errors: list[Exception]) -> Iterator[None]:
             raise errors[0]
 
 
-def _wanted(weights: MergedWeights) -> list[Wanted]:
-    return [Wanted(meta.name, meta.dtype, tuple(meta.shape)) for meta in weights.metadata()]
-
-
 def _changed(weights: MergedWeights) -> int:
     """Return how many tensors of a stream have an adapter."""
     writer = weights.bucket_writer(whole=True)
@@ -199,7 +196,7 @@ def _apart(model: Any, weights: MergedWeights, names: set[str]) -> dict[str, str
     return {sources[name]: sources[kept] for name, kept in pairs.items()}
 
 
-def _around(model: Any, tensors: Sequence[Wanted]) -> str:
+def _around(model: Any, tensors: Sequence[Meta]) -> str:
     """Return what names have in front where a module of somebody's own holds the model of transformers, whose config
     says how checkpoints of it are named.
 
@@ -240,7 +237,7 @@ def _home(model: Any, base: str | Path | None) -> Path | None:
 
 @contextmanager
 def _beside(
-    model: Any, tokenizer: Any, folder: Path | None, rest: Rest, apart: Mapping[str, str], tensors: list[Wanted]
+    model: Any, tokenizer: Any, folder: Path | None, rest: Rest, apart: Mapping[str, str], tensors: list[Meta]
 ) -> Iterator[dict[Path, Path]]:
     """Collect what goes with the weights for a block: where it is to lie, and where it lies now."""
     _, inside = _pretrained(model)
@@ -266,7 +263,7 @@ def _beside(
         yield found
 
 
-def _config(inside: Any, apart: Mapping[str, str], tensors: list[Wanted]) -> dict[str, Any]:
+def _config(inside: Any, apart: Mapping[str, str], tensors: list[Meta]) -> dict[str, Any]:
     """Return config.json of a model of transformers', as it is saved."""
     cls, config = class_of(inside), inside.config
     if apart:
@@ -281,5 +278,5 @@ def _config(inside: Any, apart: Mapping[str, str], tensors: list[Wanted]) -> dic
             floats[wanted.dtype] = floats.get(wanted.dtype, 0) + numel
     if floats:
         key = "torch_dtype" if "torch_dtype" in said else "dtype"
-        said[key] = str(max(floats, key=lambda d: floats[d])).removeprefix("torch.")
+        said[key] = dtype_name(max(floats, key=lambda d: floats[d]))
     return said

@@ -16,6 +16,7 @@ from ..errors import InvalidInput
 from ..kernels.checks import check_device, check_dtype
 from ..kernels.packed import Packed
 from ..kernels.plan import check_rounding
+from ..stream.buckets import dtype_name
 from .adapters import Adapter, Sum, read_adapter
 from .base import open_base
 from .checkpoint import Checkpoint, find, readable
@@ -104,8 +105,7 @@ def merge_checkpoint(
         device: device on which chunks are merged.
         dtype: dtype of floating-point parameters in the result: bfloat16, float16 or float32; default: the base's; of a
             quantised one what it was quantised from, or, where codes do not say, what its config says.
-        rounding: as in `merge`.
-        seed: as in `merge`.
+        rounding, seed: as in `merge`.
         shard_size: largest size of one weight file, in bytes or as "5GB"; default: the same files as the base; of a
             quantised base 5 GB.
         tokenizer: "base" or "adapter": whose tokenizer, chat template and processor go along; default: the adapter's
@@ -145,7 +145,7 @@ def merge_checkpoint(
     if dtype is not None and checkpoint.packed:
         checkpoint.close()
         raise InvalidInput(
-            f"dtype={str(dtype).removeprefix('torch.')} (--dtype): {home} is quantised ({checkpoint.packed}), and what "
+            f"dtype={dtype_name(dtype)} (--dtype): {home} is quantised ({checkpoint.packed}), and what "
             "is packed there goes along as it lies: leave dtype out, which keeps that of each weight"
         )
     if size is None and isinstance(checkpoint, Decoded):
@@ -213,12 +213,7 @@ class _Work:
 
 
 def _pass(
-    base: Checkpoint,
-    outputs: Sequence[Output],
-    adapters: Sequence[Adapter],
-    begin: float,
-    verify: bool,
-    progress: Told,
+    base: Checkpoint, outputs: Sequence[Output], adapters: Sequence[Adapter], begin: float, verify: bool, progress: Told
 ) -> list[Saved]:
     """Read the base once, and write every output."""
     total = sum(output.writer.nbytes for output in outputs)

@@ -18,12 +18,13 @@ from ..models.delta import Delta, Factors, Job, whole_job
 from ..models.operands import Operands, Turn, merge_plan
 from ..shards import Shard, cut, whole
 from ..shards.ranks import Ranks
+from ..stream.buckets import Meta
 from ..stream.source import Entry
 from .adapters import Sum, assembled, names_in, untied
 from .checkpoint import Checkpoint, with_dtype
 from .chunks import Rows
 from .tokenizer import aligned, along_with
-from .writer import Wanted, Writer, shards_of
+from .writer import Writer, shards_of
 
 
 class Target(NamedTuple):
@@ -111,8 +112,8 @@ class Output:
                 self.targets[there] += [Target(name, self.adapters.entries[name]) for name in absent]
         return config
 
-    def _wanted(self, base_name: str, target: Target) -> Wanted:
-        return Wanted(target.name, self.dtype_of(base_name, target), self.base.tensors[base_name].shape)
+    def _wanted(self, base_name: str, target: Target) -> Meta:
+        return Meta(target.name, self.dtype_of(base_name, target), self.base.tensors[base_name].shape)
 
     def dtype_of(self, base_name: str, target: Target) -> torch.dtype:
         """Return the dtype of a tensor of the output."""

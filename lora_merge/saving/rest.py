@@ -13,11 +13,12 @@ import torch
 
 from ..errors import InvalidInput
 from ..names import named_tensors, unsaved_buffers
+from ..stream.buckets import Meta
 from .base import open_base
 from .checkpoint import Checkpoint, holds_weights
 from .chunks import rows_of
 from .format import as_bytes
-from .writer import Wanted, Writer
+from .writer import Writer
 
 _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules", "mtp_num_layers")
 """What configurations say of layers that predict further tokens."""
@@ -35,7 +36,7 @@ class Rest:
     """
 
     base: Checkpoint | None = None
-    tensors: tuple[Wanted, ...] = ()
+    tensors: tuple[Meta, ...] = ()
     notes: tuple[str, ...] = ()
 
     def write(self, writer: Writer) -> None:
@@ -88,7 +89,7 @@ def rest_of(inside: Any, cls: type, folder: Path | None, given: bool, names: Col
     if more and written != cls.__name__:
         note = f"{folder}, a {written or 'model of no named class'}, holds {len(more)} tensors that a {cls.__name__} "
         return Rest(base, notes=(f"{note}does not build, {more[0]} for one; they are not in the result",))
-    return Rest(base, tuple(Wanted(name, base.kept(name), base.tensors[name].shape) for name in more))
+    return Rest(base, tuple(Meta(name, base.kept(name), base.tensors[name].shape) for name in more))
 
 
 def _builds(inside: Any) -> Callable[[str], bool]:

@@ -81,11 +81,7 @@ class Along:
 
 
 def along_with(
-    base: Path,
-    files: Iterable[Path],
-    adapters: Sequence[tuple[str, Path]],
-    choice: str | None,
-    rows: int | None,
+    base: Path, files: Iterable[Path], adapters: Sequence[tuple[str, Path]], choice: str | None, rows: int | None
 ) -> Along:
     """Return the files that go with merged weights.
 

@@ -20,11 +20,10 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
-
-import torch
+from typing import IO, Any
 
 from ..errors import InvalidInput, LoraMergeError
+from ..stream.buckets import Meta
 from .checkpoint import CONFIG, INDEX, SINGLE, readable
 from .format import Stored, make_header, read_header, read_into, write_from
 
@@ -43,14 +42,6 @@ _HERE, _EXCHANGE = -100, 2
 """AT_FDCWD and RENAME_EXCHANGE."""
 _FLUSHED = 1 << 28
 """Bytes after which what was written is brought to the disk: so that this goes on beside the work, not after it."""
-
-
-class Wanted(NamedTuple):
-    """One tensor of a checkpoint that is to be written."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
 
 def absolute(path: str | Path) -> Path:
@@ -73,17 +64,16 @@ def size_of(text: str | int) -> int:
     return int(float(found[1]) * _UNITS[unit])
 
 
-def shards_of(tensors: Sequence[Wanted], size: int) -> dict[str, list[Wanted]]:
+def shards_of(tensors: Sequence[Meta], size: int) -> dict[str, list[Meta]]:
     """Divide tensors into files of up to `size` bytes (or one tensor), named as transformers names them."""
-    groups: list[list[Wanted]] = []
+    groups: list[list[Meta]] = []
     room = 0
     for tensor in tensors:
-        nbytes = torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
-        if not groups or (nbytes > room and groups[-1]):
+        if not groups or (tensor.nbytes > room and groups[-1]):
             groups.append([])
             room = size
         groups[-1].append(tensor)
-        room -= nbytes
+        room -= tensor.nbytes
     if len(groups) <= 1:
         return {SINGLE: groups[0] if groups else []}
     return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, start=1)}
@@ -112,7 +102,7 @@ class Writer:
     def __init__(
         self,
         out: str | Path,
-        files: Mapping[str, Sequence[Wanted]],
+        files: Mapping[str, Sequence[Meta]],
         *,
         metadata: Mapping[str, str],
         index: Mapping[str, Any] | None = None,
@@ -123,7 +113,7 @@ class Writer:
         check: bool = False,
     ) -> None:
         self.out = absolute(out)
-        self._metadata, self._index, self._config = metadata, index, config
+        self._index, self._config = index, config
         self._along, self._made_files, self._force, self._check = along or {}, made or {}, force, check
         self._made = {name: make_header(Path(name), tensors, metadata) for name, tensors in files.items()}
         self.places: dict[str, Stored] = {}

@@ -38,7 +38,6 @@ class Exchange:
         names: for errors.
         shards: the same tensors in the same order on every rank.
         ranks: making it and `run` are collective over them.
-        device: of the whole tensors.
         turns: for each turn the numbers of the shards that it brings together; default: one turn, all of them.
     """
 

@@ -31,7 +31,6 @@ class Parts:
         shards: the same tensors in the same order on every rank.
         wanted: of this rank.
         ranks: making it and `run` are collective over them.
-        device: of what is brought.
 
     Attributes:
         tensors: what is wanted, in that order, as of the last `run`.

@@ -83,7 +83,7 @@ def shard_of(name: str, parameter: Any) -> Shard:
 
 
 def _init_of(parameter: Any) -> Any:
-    """DeepSpeed's `zero.Init` that has partitioned a parameter: only the functions that it gave this one know it."""
+    """Return DeepSpeed's `zero.Init` that has partitioned a parameter; only the functions that it gave it know it."""
     cells = getattr(parameter.partition, "__closure__", None) or ()
     return next((cell.cell_contents for cell in cells if hasattr(cell.cell_contents, "quantized_weights")), None)
 

@@ -225,7 +225,7 @@ class BucketWriter:
         with self._lock:
             self._passes += 1
         try:
-            with reading(source.held), unwritten(source, self._layers, self.ranks.alone):
+            with reading(source.held, source.reader), unwritten(source, self._layers, self.ranks.alone):
                 yield
         finally:
             with self._lock:

@@ -25,7 +25,7 @@ ALIGNMENT = 256
 
 
 class Meta(NamedTuple):
-    """Name, dtype and shape of one tensor of the stream."""
+    """Name, dtype and shape of one tensor of a stream or checkpoint."""
 
     name: str
     dtype: torch.dtype

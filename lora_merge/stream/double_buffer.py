@@ -14,11 +14,7 @@ _T = TypeVar("_T")
 
 
 class DoubleBuffer:
-    """Fills two buffers in turns, one ahead of the consumer, on a stream of its own.
-
-    Args:
-        device: of the buffers.
-    """
+    """Fills two buffers in turns, one ahead of the consumer, on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -74,6 +74,7 @@ class Source:
         merging: the ranks among them whose adapters' halves make up whole ones (Megatron's tensor-parallel group).
         device: on which buckets are filled.
         conversion: computes what no window expresses.
+        reader: as of `Live`.
     """
 
     parts: Mapping[str, Part]
@@ -85,6 +86,7 @@ class Source:
     merging: Ranks
     device: torch.device
     conversion: Conversion
+    reader: object | None = None
 
     @cached_property
     def storages(self) -> Mapping[int, torch.UntypedStorage]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import AlreadyMerged, InvalidInput
 from ..models.claims import check_base
+from ..models.steps import stepped, steps
 from .source import Source
 
 _NAMED = 5
@@ -23,7 +24,8 @@ class Unwritten:
     A bucket is merged when the consumer asks for it. So an optimizer step in the middle of a pass leaves old weights in
     the buckets before it and new ones after it, which is no policy at all.
 
-    Writes that change no version counter (`.data`, kernels of others) are not found, except PEFT's own merge.
+    Writes that change no version counter (`.data`, kernels of others) are not found, except an optimizer's and PEFT's
+    own merge.
 
     Args:
         source: of the pass.
@@ -33,7 +35,8 @@ class Unwritten:
     def __init__(self, source: Source, layers: Sequence[int]) -> None:
         self._tensors, self._modules = source.counted, source.modules
         # A writer that has let go of the model runs plans that are made: an update's second pass, say.
-        self._layers = [source.modules[at] for at in layers] if source.modules else []
+        self._layers = [source.modules[at] for at in layers] if source.modules and source.reader is None else []
+        self._steps = steps()
         try:
             self._versions = list(map(_version, self._tensors))
         except RuntimeError:  # tensors of inference mode have no counter
@@ -47,6 +50,8 @@ class Unwritten:
             pairs = zip(self._tensors, self._versions, now, strict=True)
             names = self._names([tensor for tensor, before, after in pairs if before != after])
             raise InvalidInput(f"{names}: written while the model was streamed. {_ADVICE}")
+        if stepped(self._steps, self._tensors):
+            raise InvalidInput(f"an optimizer stepped while the model was streamed. {_ADVICE}")
         try:
             check_base(self._layers)
         except AlreadyMerged as error:

@@ -24,6 +24,7 @@ from ..models.claims import Look, check_base, check_readable
 from ..models.conversion import Conversion
 from ..models.live import Live, check_model, live
 from ..models.part import Part
+from ..models.pausing import training_of
 from ..models.peft.chosen import check_names, chosen
 from ..models.snapshot import Snapshot
 from ..shards import Shard, cut
@@ -115,10 +116,13 @@ class MergedWeights:
         """dtypes of single tensors, by name, before `dtype`."""
         self.left_out: frozenset[str] = frozenset()
         """Names of tensors that are not streamed, for engines that hold no such part of the model."""
+        self.as_it_lies = True
+        """Read a model that is trained on merged weights as it lies: the adapters are in its base weights, and no part
+        has a delta. Else its base comes back first."""
         self._passes = count(1)
         self._opening = threading.RLock()
         """One thread at a time reads the model: under `adapter_names` that changes which adapters act."""
-        self._writers: dict[bool, BucketWriter] = {}
+        self._writers: dict[tuple[bool, bool], BucketWriter] = {}
         self._known: tuple[Any, torch.device, Conversion] | None = None
         """The key of the last reading, and what is kept of it."""
 
@@ -159,11 +163,19 @@ class MergedWeights:
         with self._opening:
             return self._read_writer(whole)
 
+    def _live(self, as_it_lies: bool) -> Live:
+        """Return the model as it is now."""
+        if as_it_lies:  # if that is what this stream is to have
+            training = training_of(self.model)
+            plain = self.adapters and self.adapter_names is None and self.strategy is None
+            as_it_lies = plain and training is not None and training.rounding == self.rounding
+        return live(self.model, as_it_lies=as_it_lies)
+
     def _read_writer(self, whole: bool) -> tuple[BucketWriter, Source]:
         with chosen(self.model, self.adapter_names):
-            model = live(self.model)  # which looks at it already
-        whole = whole and model.ranks.alone
-        known = self._writers.get(whole)
+            model = self._live(self.as_it_lies)  # which looks at it already
+        whole, as_it_lies = whole and model.ranks.alone, model.reader is not None
+        known = self._writers.get((whole, as_it_lies))
         with model.ranks.vote("MergedWeights") as ballot:
             source, key = self._read(model)
             ballot.flag = known is None or known.key != key
@@ -177,7 +189,7 @@ class MergedWeights:
             unshard = self.strategy is not None
             with model.ranks.vote("MergedWeights"):
                 known = BucketWriter(source, entries, key, self.bucket_bytes, lines, whole=whole, unshard=unshard)
-            self._writers[whole] = known
+            self._writers[whole, as_it_lies] = known
         assert known is not None
         return known, known.adopt(source)
 
@@ -253,14 +265,14 @@ class MergedWeights:
         would be wrong. Parts are read for a new key, and else for whoever asks for them."""
         with chosen(self.model, self.adapter_names), Look() as left:
             snapshot = model.snapshot(adapters=self.adapters)
-            key = (snapshot.facts, self.keep_tied, tuple(self.dtypes.items()), self.left_out)
+            key = (snapshot.facts, self.keep_tied, tuple(self.dtypes.items()), self.left_out, model.reader is not None)
             held = [tensor.untyped_storage() for tensor in snapshot.tensors]
-            check_readable(held)
+            check_readable(held, reader=model.reader)
             if not self.adapters:
                 check_base(snapshot.modules)
             known = self._known
             if known is not None and known[0] == key:
-                parts: Mapping[str, Part] = LazyParts(lambda: self._read_again(snapshot))
+                parts: Mapping[str, Part] = LazyParts(lambda: self._read_again(snapshot, model.reader is not None))
             else:
                 parts = model.parts(adapters=self.adapters, keep_tied=self.keep_tied)
                 devices = {part.shard.device for part in parts.values()}
@@ -274,21 +286,21 @@ class MergedWeights:
                     raise InvalidInput(f"all weights must be on one device, got {', '.join(sorted(map(str, devices)))}")
                 device = model.device or next(iter(devices), torch.device("cpu"))
                 known = key, device, model.conversion()
-            check_readable(held, left)
+            check_readable(held, left, model.reader)
         self._known = key, device, conversion = known
         tensors = snapshot.tensors
         counted = tensors if model.ranks.alone else [*tensors, *snapshot.parameters]
         seen = tensors, counted, snapshot.modules
-        return Source(parts, *seen, held, model.ranks, model.merging, device, conversion), key
+        return Source(parts, *seen, held, model.ranks, model.merging, device, conversion, model.reader), key
 
-    def _read_again(self, snapshot: Snapshot) -> Mapping[str, Part]:
+    def _read_again(self, snapshot: Snapshot, as_it_lies: bool) -> Mapping[str, Part]:
         with self._opening, chosen(self.model, self.adapter_names), Look() as left:
-            model = live(self.model)
+            model = self._live(as_it_lies)
             now = model.snapshot(adapters=self.adapters)
             if now.facts != snapshot.facts:
                 raise InvalidInput("the model was changed while it was being streamed: finish the pass first")
             parts = model.parts(adapters=self.adapters, keep_tied=self.keep_tied)
-            check_readable([tensor.untyped_storage() for tensor in now.tensors], left)
+            check_readable([tensor.untyped_storage() for tensor in now.tensors], left, model.reader)
         return parts
 
     def _entries(self, parts: Mapping[str, Part], conversion: Conversion) -> list[Entry]:

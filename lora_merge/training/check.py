@@ -8,7 +8,7 @@ from torch import nn
 
 from ..errors import InvalidInput
 from ..models.live import check_model
-from ..models.pausing import has_pause
+from ..models.pausing import is_trained
 from ..shards.layout import Layout
 from .layers import acting, layers_of
 
@@ -26,7 +26,7 @@ def check_trainable(model: nn.Module) -> None:
     found = layers_of(model)
     if not found:
         raise InvalidInput("train_merged: the model has no LoRA layers; pass the PeftModel, not its bare base")
-    if any(has_pause(layer) for _, layer in found):
+    if any(is_trained(layer) for _, layer in found):
         raise InvalidInput("this model is being trained on merged weights already: close() that training first")
     for name, layer in found:
         acting(name, layer)

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from ..context import merged
 from ..errors import InvalidInput
 from ..kernels.plan import untraced
+from ..models.claims import check_unread, let_read
 from ..models.guards import guarded, refuse
 from ..models.live import live
-from ..models.pausing import pausing
+from ..models.pausing import note_training
+from ..models.steps import stepped, steps
 from .check import check_trainable, tops
 from .experts import Holders
 from .layers import Acting, acting, layers_of
@@ -31,23 +33,35 @@ class _Merged(NamedTuple):
         facts: of the model's snapshot inside.
         adapters: parameters of the adapters that act.
         versions: of these.
+        steps: how often optimizers had stepped.
         weights: base parameters that hold them; their version counters outside and inside.
     """
 
     facts: list[Any]
     adapters: list[Tensor]
     versions: list[int]
+    steps: int
     weights: tuple[Tensor, ...]
     outside: tuple[int, ...]
     inside: tuple[int, ...]
 
+    @property
+    def may_differ(self) -> bool:
+        """Whether the adapters may have been written since: an optimizer may hold others, and write these by them."""
+        return self.steps != steps() or list(map(_VERSION, self.adapters)) != self.versions
+
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer that holds the adapters has stepped since."""
+        return self.steps != steps() and stepped(self.steps, self.adapters)
+
     def same_bits(self, other: _Merged) -> bool:
         """Return True if the weights hold the same bits inside both times."""
         tensors = ([*map(id, one.adapters), *map(id, one.weights)] for one in (self, other))
-        return len({tuple(some) for some in tensors}) == 1 and (self.versions, self.outside, self.facts) == (
-            other.versions,
-            other.outside,
-            other.facts,
+        return (
+            len({tuple(some) for some in tensors}) == 1
+            and (self.versions, self.outside, self.facts) == (other.versions, other.outside, other.facts)
+            and not self.stepped
         )
 
 
@@ -60,6 +74,8 @@ class Training:
     Attributes:
         merges: how often the adapters were merged since the beginning.
     """
+
+    rounding = "nearest"
 
     def __init__(self, model: nn.Module) -> None:
         self.merges = 0
@@ -80,7 +96,7 @@ class Training:
             self._hooks.append(module.register_forward_pre_hook(self._enter_model, prepend=True))
             self._hooks.append(module.register_forward_hook(self._leave_model, always_call=True))
         for _, layer in layers_of(model):
-            pausing(layer, self.pause)
+            note_training(layer, self)
 
     # What users call
 
@@ -98,6 +114,8 @@ class Training:
         self._busy = True
         try:
             if not self._stands():
+                if self._merged is not None:
+                    check_unread(self._merged.weights)
                 self._leave()
                 if any(found.adapters for _, found in self._acting()):
                     self._enter()
@@ -107,8 +125,17 @@ class Training:
     def pause(self) -> None:
         """Bring the base back bit for bit until the next forward: before the model is read, saved or changed. What
         reads it in this package, and what PEFT saves or changes, does so by itself."""
-        if not self._busy:
+        if not self._busy and self._merged is not None:
+            check_unread(self._merged.weights)
             self._leave()
+
+    def hold(self) -> bool:
+        """Merge as `refresh` does, for a stream that reads the weights as they lie; return False where no adapter
+        acts."""
+        if self._closed:
+            return False
+        self.refresh()
+        return self._merged is not None
 
     def close(self) -> None:
         """Bring the base back bit for bit, and let PEFT's own forward train from here on. May be called again."""
@@ -121,7 +148,7 @@ class Training:
             self._hooks.clear()
             self._holders.release()
             for _, layer in layers_of(self._model):
-                pausing(layer, None)
+                note_training(layer, None)
 
     def __enter__(self) -> Training:
         return self
@@ -151,7 +178,7 @@ class Training:
     def _stands(self) -> bool:
         """Return True if the base weights hold what acts in the model now, on all ranks."""
         now = self._merged
-        same = now is not None and list(map(_VERSION, now.adapters)) == now.versions
+        same = now is not None and not now.may_differ
         found = live(self._model)
         if now is not None and same:
             same = found.snapshot().facts == now.facts
@@ -163,22 +190,23 @@ class Training:
         for layer in self._layers:
             if id(layer) not in self._hooked:
                 self._hooked.add(id(layer))
-                pausing(layer, self.pause)
+                note_training(layer, self)
                 self._hooks.append(layer.register_forward_pre_hook(self._before_layer, prepend=True))
                 self._hooks.append(layer.register_forward_hook(self._after_layer, with_kwargs=True))
         adapters = list({id(p): p for found in self._layers.values() for p in found.parameters}.values())
-        versions, weights = list(map(_VERSION, adapters)), tuple(_weights(self._layers))
+        versions, count, weights = list(map(_VERSION, adapters)), steps(), tuple(_weights(self._layers))
         outside = tuple(map(_VERSION, weights))
         block = ExitStack()
         block.enter_context(merged(self._model))
         try:
             facts, inside = live(self._model).snapshot().facts, tuple(map(_VERSION, weights))
-            now = _Merged(facts, adapters, versions, weights, outside, inside)
+            now = _Merged(facts, adapters, versions, count, weights, outside, inside)
             if self._last is not None and self._last.same_bits(now):
                 # A backward pass of a forward from before the pause may go on.
                 now = now._replace(inside=self._last.inside)
                 torch._C._autograd._unsafe_set_version_counter(weights, now.inside)
             self._guard()
+            let_read(self._layers, self)
         except BaseException:
             block.close()
             raise
@@ -229,7 +257,7 @@ class Training:
         if torch.compiler.is_compiling() or within or self._elsewhere():
             return
         now = self._merged
-        if now is None or list(map(_VERSION, now.adapters)) != now.versions:
+        if now is None or now.may_differ:
             self.refresh()
 
     def _after_layer(self, layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
@@ -247,12 +275,11 @@ class Training:
         forward = self._merged
 
         def ready() -> None:
-            if self._merged is forward:
-                return
             assert forward is not None
-            if list(map(_VERSION, forward.adapters)) == forward.versions and not self._closed:
+            same = list(map(_VERSION, forward.adapters)) == forward.versions and not forward.stepped
+            if self._merged is not forward and same and not self._closed:
                 self.refresh()
-            if self._merged is None or self._merged.inside != forward.inside:
+            if self._merged is None or self._merged.inside != forward.inside or forward.stepped:
                 raise InvalidInput(
                     "a backward pass of a forward that computed with other adapters than the model has now: with "
                     "train_merged call backward() before the optimizer steps and before set_adapter"

@@ -44,8 +44,8 @@ def test_what_is_computed_of_a_weight_is_computed_again() -> None:
     before = {name: tensor.clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     table = lay_out([Meta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in stream.items()], 1 << 20)
     found = loader.examine("digest", table)
-    assert not found.refused
-    assert not found.missing
+    assert not found.answer.refused
+    assert not found.answer.missing
     assert found.staged == {f"norms.{number}.weight" for number in range(3)}
     assert set(found.copies) == {"plain.weight"}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -204,6 +204,43 @@ def test_a_refused_push_leaves_a_sleeping_engine_asleep(tmp_path: Path) -> None:
         sync.close()
 
 
+def test_a_trainer_that_dies_when_it_has_woken_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights are awake, its KV cache sleeps: the next push wakes that too. After users' own order it does not."""
+    model = policy(engines.qwen2, **DENSE)
+    with engine(model, tmp_path / "base", processes=True, **BF16 | {"enable_sleep_mode": True}) as llm:
+        sync = VllmSync(model, llm)
+        sync.push()
+        awake = torch.cuda.mem_get_info()[0]
+        llm.sleep(level=1)
+        asleep = torch.cuda.mem_get_info()[0]
+
+        async def die(*args: Any) -> None:
+            raise KeyboardInterrupt
+
+        async def nothing(*args: Any) -> None:
+            pass
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(sync), "_connect", die)
+            patch.setattr(type(sync), "_sleep_again", nothing)
+            with pytest.raises(KeyboardInterrupt):
+                sync.push()
+        assert torch.cuda.mem_get_info()[0] - awake > (asleep - awake) / 2, "the KV cache sleeps"
+        train(model, 1)
+        sync.push()
+        assert_answers(ask(llm), model)
+        assert torch.cuda.mem_get_info()[0] - awake < 1 << 27
+
+        llm.sleep(level=1)
+        llm.wake_up(tags=["weights"])
+        train(model, 2)
+        sync.push()
+        assert torch.cuda.mem_get_info()[0] - awake > (asleep - awake) / 2, "its owner wakes the KV cache"
+        llm.wake_up(tags=["kv_cache"])
+        assert_answers(ask(llm), model)
+        sync.close()
+
+
 def test_training_weights_and_memory_after_a_hundred_pushes(tmp_path: Path) -> None:
     model = policy(engines.qwen2, **DENSE)
     before = copy.deepcopy(model.state_dict())

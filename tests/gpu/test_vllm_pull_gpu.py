@@ -148,6 +148,27 @@ def weights_that_move(model: Any, llm: Any, sync: VllmSync) -> None:
     pulled(sync.push())
 
 
+def test_merged_values_beyond_float16(tmp_path: Path) -> None:
+    """A worker that merges what it reads refuses infinite results by name; the next push heals the engine."""
+    model = policy(larger, **DENSE, r=32, lora_alpha=64).half()
+    with engine(model, tmp_path / "base", processes=True, **SLEEPY | {"dtype": "float16"}) as llm:
+        sync = begun(VllmSync(model, llm))
+        pulled(sync.push())
+        factors = [p for name, p in model.named_parameters() if "layers.1.mlp.up_proj.lora_" in name]
+        with torch.no_grad():
+            kept = [factor.clone() for factor in factors]
+            for factor in factors:
+                factor.fill_(200)  # their product is 2 * 32 * 200 * 200
+            with pytest.raises(PushFailed, match=r"layers\.1\.mlp\.up_proj.*up to 65504"):
+                sync.push()
+            assert sync.states()[0].kind == "dirty"
+            for factor, values in zip(factors, kept, strict=True):
+                factor.copy_(values)
+        sync.push()
+        assert_answers(ask(llm), model)
+        sync.close()
+
+
 def test_other_adapters(tmp_path: Path) -> None:
     """DoRA, several at a time, and a head that trains whole; and adapter mode onto a base that was read."""
     model = policy(larger, **DENSE, r=8, lora_alpha=16)

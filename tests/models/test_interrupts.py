@@ -150,7 +150,7 @@ class Worker:
     rank, device = 0, Source.device
 
     def __init__(self) -> None:
-        self._side = WorkerSession(Loader(Modules(nn.Linear(4, 4)), self.device), lambda: 0)
+        self._side = WorkerSession(Loader(Modules(nn.Linear(4, 4)), self.device), lambda: 0, lambda: False)
 
     def session(self) -> WorkerSession:
         return self._side

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.optim.swa_utils import AveragedModel
 
 from lora_merge.names import hf_name, innermost, named_tensors, walk
 
@@ -92,6 +95,8 @@ def test_older_import_paths_stay() -> None:
         assert getattr(megatron, found.__name__) is found
 
 
-def test_data_parallel() -> None:
-    model = nn.DataParallel(nn.Sequential(nn.Linear(3, 3)))
+@pytest.mark.parametrize("wrapper", [nn.DataParallel, AveragedModel])
+def test_wrappers_that_call_it_module(wrapper: Callable[[nn.Module], nn.Module]) -> None:
+    """An `AveragedModel` counts its updates in a buffer of its own, which belongs to no checkpoint."""
+    model = wrapper(nn.Sequential(nn.Linear(3, 3)))
     assert [t.name for t in named_tensors(model)] == ["0.weight", "0.bias"]

@@ -282,6 +282,7 @@ STEP = PROVENANCE | {
         "trl": {"seconds": {"rollout": 3.0, "sync": 0.5, "update": 4.5}, "drift": 0.1},
         "adapter": {"error": "part adapter ended with 1"},
         "merged": {"seconds": {"rollout": 3.0, "sync": 0.02, "update": 4.5}, "drift": 0.0},
+        "trained": {"seconds": {"rollout": 3.0, "sync": 0.02, "update": 3.0}, "drift": 0.0},
     },
 }  # fmt: skip
 GRPO = PROVENANCE | {
@@ -291,6 +292,15 @@ GRPO = PROVENANCE | {
             {"step": i, "reward": i / 4, "ratio_mean": 1.001, "ratio_off": 0.125, "resumed": i == 2} for i in range(4)
         ]},
         "engine": {"log": [], "error": "status 1 after 0 steps"},
+        "trained": {
+            "log": [
+                {"step": i, "reward": i / 4, "ratio_mean": 1.0, "ratio_off": 0.1, "resumed": i == 2} for i in range(4)
+            ],
+            "others": [
+                {"seed": 1, "log": [{"step": 0, "reward": 0.5, "ratio_mean": 1.0, "ratio_off": 0.2, "resumed": False}]},
+                {"seed": 2, "log": [], "error": "status 2 after 0 steps"},
+            ],
+        },
     },
 }  # fmt: skip
 
@@ -311,8 +321,13 @@ def test_rollouts_and_steps_are_shown(
             "10,000 (100%)",
             "vLLM's LoRA path: refused, PushRefused: no LoRA",
         ],
-        "step": ["2 x a GPU", "7.520 (94%)", "LoRA path: part adapter ended with 1"],
-        "grpo": ["merged by the trainer 0.00 0.38 1.0010 1.0010 0.125 2", "merged by the engine: status 1 after 0"],
+        "step": ["2 x a GPU", "7.520 (94%)", "6.020 (75%)", "LoRA path: part adapter ended with 1"],
+        "grpo": [
+            "merged by the trainer 1 0.00 0.38 1.0010 1.0010 0.125 2",
+            "merged by the engine: status 1 after 0",
+            "trained on merged weights 2 0.25 0.44 (0.38 to 0.50) 1.0000 1.0000 0.200 2",
+            "trained on merged weights: seed 2, status 2 after 0",
+        ],
     }
     assert all(text in printed for text in wanted[name]), printed
     assert not pictures.recorded(tmp_path)

@@ -24,7 +24,7 @@ TORCH = Release("PyTorch", "torch", (torch.__version__,))
 
 def test_options_come_from_the_environment() -> None:
     assert Options.from_environment({}) == Options("merged", "nearest", None, False)
-    with pytest.raises(InvalidInput, match="LORA_MERGE_TRAIN=merged is for TRL alone"):
+    with pytest.raises(InvalidInput, match="LORA_MERGE_TRAIN=merged is for TRL, ms-swift, verl and"):
         Options.from_environment({"LORA_MERGE_TRAIN": "merged"})
     assert Options.from_environment({"LORA_MERGE_TRAIN": "merged"}, trains=True).train == "merged"
     with pytest.raises(InvalidInput, match="train='merged' trains the policy"):
@@ -38,7 +38,15 @@ def test_options_come_from_the_environment() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("MODE", "both"), ("ROUNDING", "up"), ("CHECK", "yes please"), ("CHECK", "2"), ("CHECK", "nan"), ("VERIFY", "2")],
+    [
+        ("MODE", "both"),
+        ("ROUNDING", "up"),
+        ("CHECK", "yes please"),
+        ("CHECK", "2"),
+        ("CHECK", "nan"),
+        ("VERIFY", "2"),
+        ("TRAIN", "base"),
+    ],
 )
 def test_a_wrong_option_names_its_variable(name: str, value: str) -> None:
     with pytest.raises(InvalidInput, match=f"LORA_MERGE_{name}"):

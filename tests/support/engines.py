@@ -23,6 +23,7 @@ import first_calls  # noqa: F401 - this process computes cosines too, and makes 
 import models
 import pytest
 import torch
+import warm
 from policies import (  # noqa: F401 - tests find them here, too
     EXPERTS,
     LINEARS,
@@ -43,6 +44,9 @@ from vllm import LLM, SamplingParams
 from vllm.config import WeightTransferConfig
 
 from lora_merge.engine.worker import lease as claim
+
+if not torch.cuda.is_available():
+    warm.instead_of_spawn()
 
 
 def mixtral() -> nn.Module:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import warm
 
 # Read as a Python starts: a rank, or an engine's process, that crashes while it imports says where, too.
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")
@@ -50,7 +51,10 @@ def spawn(
 
     With a backend that has NCCL in it, each rank has the GPU of its number."""
     with tempfile.TemporaryDirectory() as folder:  # a port could be another's by the time rank 0 listens on it
-        mp.spawn(_main, (world, f"{folder}/store", work, args, backend, timeout), nprocs=world, join=True)
+        # A process imports all by itself where there is a GPU, and where LORA_MERGE=1 is to switch its trainer over.
+        method = "spawn" if torch.cuda.is_available() or "LORA_MERGE" in os.environ else warm.METHOD
+        arguments = (world, f"{folder}/store", work, args, backend, timeout)
+        mp.start_processes(_main, arguments, nprocs=world, join=True, start_method=method)
 
 
 def _main(

@@ -19,7 +19,6 @@ from helpers import LAYOUTS, assert_accurate, make_segment
 from lora_merge import Plan, Segment
 from lora_merge.kernels.bindings import native
 from lora_merge.kernels.cuda import backend as cuda
-from lora_merge.kernels.cuda import tracked as cuda_tracked
 from lora_merge.kernels.cuda.scaled import CudaScale, MergedAtOnce, separate
 from lora_merge.kernels.scaled.two_step import TwoStepScaled
 from lora_merge.kernels.scaled.weights import Group, Scaled, place
@@ -90,7 +89,7 @@ def tracked(segments: list[Segment]) -> None:
     in_place.append(dataclasses.replace(scaled, destination=scaled.source, row_scale=torch.rand(70, device=DEVICE)))
     before = [s.source.clone() for s in in_place]
     others = [dataclasses.replace(s, scaling=2 * s.scaling) for s in in_place]
-    for one_pass.FIRST_ROOM, cuda_tracked.LEFT_OVER in ((1000, 512), (1, 1)):  # the arena ends on the way; chunks
+    for one_pass.FIRST_ROOM, one_pass.LEFT_OVER in ((1000, 512), (1, 1)):  # the arena ends on the way; chunks
         # Segments that a launch of both adapters has no room for would send all of them the way of two passes.
         for low, high in ((0, 128), (129, 512)):
             ranks = [number for number, s in enumerate(in_place) if low <= s.rank <= high]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ import policies  # noqa: E402
 import pytest  # noqa: E402
 import sglang_faulty  # noqa: E402
 import torch  # noqa: E402
+import warm  # noqa: E402
 from processes import leaving_nothing  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -44,7 +46,14 @@ def engine(model: nn.Module, folder: Path, **options: Any) -> Iterator[Any]:
         folder: a checkpoint; where there is none, the model's base is saved there.
     """
     import sglang
+    import sglang.srt.entrypoints.engine as entry
+    from sglang.srt.utils import kill_process_tree
 
+    # Of the test's own process alone: schedulers look for their engine in their parent, and a server knows one.
+    own = multiprocessing.parent_process() is None and not torch.cuda.is_available()
+    warm.instead_of_spawn(own and sglang_cpu.BROKEN not in os.environ)  # what is to fail must not have been imported
+    if own:
+        entry.kill_process_tree = lambda *args, **options: kill_process_tree(*args, skip_pid=warm.server(), **options)
     if not folder.exists():
         policies.save_base(model.get_base_model() if hasattr(model, "get_base_model") else model, folder)
     bind(options.get("tp_size", 1))

@@ -45,6 +45,8 @@ SHARDED = {
     "zero3": {"deepspeed": ZERO3},
 }
 
+TRAINED_MERGED = ("fsdp2",)
+
 
 def shard_on_cpus() -> None:
     """accelerate leaves FSDP out on CPUs, where torch has it: the rest of its way is taken as on a GPU."""
@@ -74,7 +76,7 @@ def main(kind: str, folder: Path) -> None:
             peft_config=trl_training.lora(),
         )
     before = whole(trainer.model)
-    lm.attach(trainer, check=True, verify=True)
+    lm.attach(trainer, check=True, verify=True, train="merged" if kind in TRAINED_MERGED else None)
     trainer.train()
     after = whole(trainer.model)
     frozen = [name for name in before if "lora_" not in name]

@@ -198,10 +198,13 @@ def test_what_is_streamed_is_what_was_computed_with(tmp_path: Path) -> None:
         shake(model)
         loss_of(model).backward()
         computed = {n.replace("base_model.model.", "").replace(".base_layer", ""): t for n, t in bits(model).items()}
+        merges = training.merges
         streamed = dict(MergedWeights(model))
         assert all(torch.equal(tensor, computed[name]) for name, tensor in streamed.items())
+        assert training.merges == merges, "it is read as it lies"
+        training.pause()
         assert_base(model, before)
-        loss_of(model)
+        assert all(torch.equal(tensor, streamed[name]) for name, tensor in MergedWeights(model))
         save_merged(model, tmp_path / str(step))
         assert_base(model, before)
     with pytest.raises(InvalidInput, match="trained on merged weights already"):
@@ -222,6 +225,40 @@ def test_merged_once_between_two_steps() -> None:
                     loss_of(model)
             assert training.merges == steps
             shake(model)
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {}], ids=str)
+def test_optimizers_that_leave_version_counters(options: dict[str, Any]) -> None:
+    """Fused ones do. The next forward, and the next stream, have what was trained. Another model's step is no matter to
+    a backward pass."""
+    model = MODELS["linear"]()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2, **options)
+    other = nn.Linear(2, 2)
+    others = torch.optim.SGD(other.parameters(), 0.1, fused=True)
+    with train_merged(model) as training:
+        for step in range(3):
+            loss = loss_of(model)
+            other(torch.ones(2)).sum().backward()
+            others.step()
+            training.pause()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with merged(model):
+                wanted = bits(model)
+            with torch.no_grad():
+                loss_of(model)
+            assert all(torch.equal(tensor, wanted[name]) for name, tensor in bits(model).items()), step
+        loss = loss_of(model)
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises((InvalidInput, RuntimeError), match=r"other adapters|modified by an inplace operation"):
+            loss.backward()
+    stream = iter(MergedWeights(model))
+    next(stream)
+    optimizer.step()
+    with pytest.raises(InvalidInput, match="while the model was streamed"):
+        list(stream)
 
 
 def test_reference_policies() -> None:

@@ -54,14 +54,14 @@ def test_an_engine_that_quantises_and_truncated_importance_sampling(tmp_path: Pa
         assert abs(step["ratio_mean"] - 1) < 0.1, "it is the policy that is trained, a little off"
 
 
-def test_three_ways_beside_each_other(tmp_path: Path) -> None:
+def test_four_ways_beside_each_other(tmp_path: Path) -> None:
     """benchmarks/grpo.py: the same rewards in each way, and a resume in the middle of each."""
     data = tmp_path / "grpo.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "grpo.py"), "--steps", "2", "--json", str(data)]
     done = subprocess.run([*command, "--options", "--prompts", "4", "--pretrain", "20"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     ways = json.loads(data.read_text())["ways"]
-    assert ways.keys() == {"merged", "engine", "adapter"}
+    assert ways.keys() == {"merged", "engine", "adapter", "trained"}
     for way in ways.values():
         assert [(entry["step"], entry["resumed"]) for entry in way["log"]] == [(0, False), (1, True)]
         assert [entry["reward"] for entry in way["log"]] == [entry["reward"] for entry in ways["merged"]["log"]]

@@ -204,14 +204,14 @@ def test_the_dry_run_survives_reads_of_values(kind: str) -> None:
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         names = ["head.weight", "tail.weight"]
         found = loader(model).examine("digest", lay_out([Meta(n, torch.float32, (4, 4)) for n in names], 1 << 20))
-        assert not found.refused
-        assert not found.missing
+        assert not found.answer.refused
+        assert not found.answer.missing
         assert "tail.weight" in found.copies
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, before[name]), name
         # Sizes are seen, too, whoever reads.
         found = loader(model).examine("other", lay_out([Meta(n, torch.float32, (4, 8)) for n in names], 1 << 20))
-        assert found.refused == dict.fromkeys(names, "another size: [4, 8] here and [4, 4] there")
+        assert found.answer.refused == dict.fromkeys(names, "another size: [4, 8] here and [4, 4] there")
 
 
 def test_either_way_that_values_decide_counts() -> None:
@@ -230,7 +230,7 @@ def test_either_way_that_values_decide_counts() -> None:
         model.register_buffer("buffer", torch.ones(4), persistent=False)
         table = lay_out([Meta("head.weight", torch.float32, (4, 4))], 1 << 20)
         found = loader(model).examine("digest", table)
-    assert not found.missing
+    assert not found.answer.missing
     assert found.staged == {"head.weight"}
     assert model.buffer.tolist() == [1.0] * 4  # nothing of the engine is written, whatever it is
 
@@ -252,8 +252,8 @@ def test_what_loading_computes_is_loaded_for_real() -> None:
         model = Computing(head=nn.Linear(4, 8, bias=False), tail=nn.Linear(4, 4, bias=False))
         table = lay_out([Meta(name, torch.float32, (4, 4)) for name in "abc"], 1 << 20)
         found = loader(model).examine("digest", table)
-    assert not found.missing
-    assert not found.refused
+    assert not found.answer.missing
+    assert not found.answer.refused
     assert not found.copies
     assert found.staged == {"a", "b", "c"}
 
@@ -378,14 +378,14 @@ def test_matrices_that_mla_makes_of_a_weight_are_not_waited_for() -> None:
         layer.process_weights_after_loading(torch.float32)
         table = lay_out([Meta("attn.kv_b_proj.weight", torch.float32, (32, 8))], 1 << 20)
         found = loader(Model(attn=layer)).examine("digest", table)
-        assert not found.missing
-        assert not found.refused
+        assert not found.answer.missing
+        assert not found.answer.refused
         assert [copy.destination.data_ptr() for copy in found.copies["attn.kv_b_proj.weight"]] == [
             layer.kv_b_proj.weight.data_ptr()
         ]
         layer.kv_b_proj.weight = nn.Parameter(torch.empty(0))  # as where vLLM packs it for AMX
         found = loader(Model(attn=layer)).examine("digest", table)
-        assert "CPU_MLA" in found.refused["attn.kv_b_proj"]
+        assert "CPU_MLA" in found.answer.refused["attn.kv_b_proj"]
 
 
 def test_a_model_that_makes_something_of_all_its_weights_is_refused() -> None:
@@ -399,8 +399,8 @@ def test_a_model_that_makes_something_of_all_its_weights_is_refused() -> None:
         table = lay_out([Meta("inner.head.weight", torch.float32, (4, 4))], 1 << 20)
         inner = Finishing(head=nn.Linear(4, 4, bias=False))
         found = loader(Model(inner=inner)).examine("digest", table)
-    assert found.refused.keys() == {"inner"}
-    assert found.refused["inner"].startswith("Finishing.process_weights_after_loading makes something")
+    assert found.answer.refused.keys() == {"inner"}
+    assert found.answer.refused["inner"].startswith("Finishing.process_weights_after_loading makes something")
 
 
 def test_multi_head_latent_attention(tmp_path: Path) -> None:

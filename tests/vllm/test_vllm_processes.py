@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -115,6 +117,21 @@ def serve_damaged(sender: Sender, source: Any, run: Any, gone: Any, route: Any =
             time.sleep(1e-3)
 
 
+def serve(arguments: Sequence[str], log: Path) -> None:
+    """Be `python -m vllm.entrypoints.openai.api_server`, in a process group of its own."""
+    os.setpgid(0, 0)
+    with log.open("w") as file:
+        for output in (1, 2):
+            os.dup2(file.fileno(), output)
+    os.environ |= SERVING
+    sys.argv = [SERVER, *arguments]
+    runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+
+
+SERVER = "vllm.entrypoints.openai.api_server"
+SERVING = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+
+
 class Server:
     """A real `vllm serve` on this machine.
 
@@ -139,26 +156,40 @@ class Server:
         self.reserved.bind(("127.0.0.1", 0))
         self.port = self.reserved.getsockname()[1]
         self.url = f"http://{host}:{self.port}"
-        command = [*elsewhere, sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-        command += ["--port", str(self.port), "--host", host, "--enforce-eager", *flags]
-        command += [] if tokenizer else ["--skip-tokenizer-init"]
-        command += ["--load-format", load_format, "--max-model-len", "64", "--dtype", "float32", "--enable-scale-out"]
-        command += ["--weight-transfer-config", json.dumps({"backend": "lora_merge"}), "--max-num-seqs", "8"]
-        environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-        self.log = log.open("w")
-        self.process = subprocess.Popen(
-            command, env=environment, stdout=self.log, stderr=self.log, start_new_session=True
-        )
+        arguments = ["--model", str(folder), "--port", str(self.port), "--host", host, "--enforce-eager", *flags]
+        arguments += [] if tokenizer else ["--skip-tokenizer-init"]
+        arguments += ["--load-format", load_format, "--max-model-len", "64", "--dtype", "float32", "--enable-scale-out"]
+        arguments += ["--weight-transfer-config", json.dumps({"backend": "lora_merge"}), "--max-num-seqs", "8"]
+        self.log = log
+        self.process: Any
+        if elsewhere:
+            command = [*elsewhere, sys.executable, "-m", SERVER, *arguments]
+            with log.open("w") as file:
+                self.process = subprocess.Popen(
+                    command, env=os.environ | SERVING, stdout=file, stderr=file, start_new_session=True
+                )
+        else:
+            self.process = multiprocessing.get_context("spawn").Process(target=serve, args=(arguments, log))
+            self.process.start()
+
+    def _ended(self, seconds: float) -> bool:
+        """Wait for the process to end, for so long at most."""
+        if isinstance(self.process, subprocess.Popen):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(seconds)
+            return self.process.returncode is not None
+        self.process.join(seconds)
+        return self.process.exitcode is not None
 
     def wait(self) -> None:
         end = time.monotonic() + 400
-        while time.monotonic() < end and self.process.poll() is None:
+        while time.monotonic() < end and not self._ended(0):
             try:
                 urllib.request.urlopen(f"{self.url}/health", timeout=2)
                 return
             except OSError:
                 time.sleep(0.3)
-        raise AssertionError(f"the server did not come up: {Path(self.log.name).read_text()[-3000:]}")
+        raise AssertionError(f"the server did not come up: {self.log.read_text()[-3000:]}")
 
     def generate(self, prompt: list[int]) -> list[int]:
         body = {"token_ids": prompt, "sampling_params": {"temperature": 0, "max_tokens": 10, "ignore_eos": True}}
@@ -170,13 +201,10 @@ class Server:
 
     def close(self) -> None:
         os.killpg(self.process.pid, signal.SIGTERM)
-        try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
+        if not self._ended(20):
             os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(20)
+            assert self._ended(20)
         self.reserved.close()
-        self.log.close()
 
 
 @pytest.fixture(scope="module")

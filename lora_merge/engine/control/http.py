@@ -179,7 +179,6 @@ class Server:
     """An engine's server: JSON in, JSON out.
 
     Args:
-        url: checked by `checked_url`.
         hint: what to check if something else answers, in words.
         example: of such a URL.
     """
@@ -220,7 +219,7 @@ class Server:
         return Unfit(f"{self.url} answers with JSON of something else ({_shown(json.dumps(answer))}): {self.hint}")
 
     def _send(self, request: urllib.request.Request) -> dict[str, Any]:
-        """Raises `Unfit`, `Answered`, `NotReached`."""
+        """Return the JSON of the answer; raise `Unfit`, `Answered` or `NotReached`."""
         url = request.full_url
         try:
             text, kind = send(request, TIMEOUT_S)

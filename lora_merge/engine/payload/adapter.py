@@ -45,7 +45,6 @@ class AdapterSource(BucketPayload):
     """The active adapters of a model as one bucket.
 
     Args:
-        weights: the stream with adapters.
         writer: `writer_of` it; its entries say which checkpoint tensor each delta belongs to.
         dtype: of the engine's LoRA weights.
 

@@ -56,7 +56,6 @@ class GatheredFactors:
         deltas, shares: the same ones in the same order on every rank.
         workers: whose shares are wanted here; None for all shares.
         ranks: making it and `refresh` are collective over them.
-        device: of the factors here.
 
     Attributes:
         tensors: what is wanted, by its slot's name, as of the last `refresh`: as many elements in the same order.

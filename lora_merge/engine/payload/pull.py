@@ -63,7 +63,7 @@ class PullSource(SidePayload):
     ) -> None:
         straight = {name: entry for name, entry in stream.entries.items() if name in names}
         super().__init__(stream, whole, "", straight, bucket_bytes, read=lambda factors: _readable(factors, stream))
-        self.stream, self.straight_names = stream, frozenset(straight)
+        self.stream = stream
         self.exports = ExportedMemory(_boxes(stream, straight), (), "the trainer's")
         self.exports.release()
         there = {name: self._gathered().tensors[name] for name in self.spec["there"]}
@@ -161,11 +161,7 @@ class Unmoved:
 
 
 class PullBuilder:
-    """Makes a stream something that workers can pull; kept while the stream and its memory stay what they were.
-
-    Args:
-        weights: the stream.
-    """
+    """Makes a stream something that workers can pull; kept while the stream and its memory stay what they were."""
 
     def __init__(self, weights: MergedWeights) -> None:
         self._weights = weights
@@ -202,7 +198,7 @@ class PullBuilder:
             for name in stream.windows()
             if name not in blocked and replaced.isdisjoint(stream.entries[name].sources)
         )
-        for setting in ("keep_tied", "dtypes", "rounding", "dtype"):
+        for setting in ("keep_tied", "dtypes", "rounding", "dtype", "as_it_lies"):
             setattr(self._whole, setting, getattr(self._weights, setting))
         self._whole.left_out = names | self._weights.left_out
         whole = self._whole.bucket_writer() if names != frozenset(stream.entries) else None

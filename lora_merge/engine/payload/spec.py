@@ -88,7 +88,6 @@ class DeviceFactors:
     Args:
         coming: an update like it.
         pieces: of each delta, by number, what lies here of its weight; none where it is left out.
-        device: of the worker.
         read: the factors that come in no bucket, by name; read where they are.
         far: of such factors, each time copied to here.
     """

@@ -273,6 +273,7 @@ class UpdateBuilder:
         self.instead = 'merge here (merge="trainer")' if trains else "merge it with PEFT, and start an engine on that"
         self._adapted = MergedWeights(weights.model, bucket_bytes=weights.bucket_bytes)
         self._whole = MergedWeights(weights.model, bucket_bytes=weights.bucket_bytes)
+        self._adapted.as_it_lies = self._whole.as_it_lies = False
         self._learning = Learning(())
         self._known: tuple[BucketWriter, Any, UpdatePayload] | None = None
 
@@ -281,7 +282,6 @@ class UpdateBuilder:
 
         Args:
             weights: the stream of the base, with the settings with which it fits the engines.
-            base: that stream.
             recipients: which workers take which tensors of it.
 
         Raises:

@@ -33,10 +33,6 @@ class Step(Protocol):
 class Trainer(TrainerRanks):
     """The ranks that push together, and their channels to all workers.
 
-    Args:
-        controls: of the engines whose handles this rank holds.
-        world: all ranks that push.
-
     Attributes:
         offered: whether some worker may have memory of the model's weights mapped.
     """
@@ -76,7 +72,6 @@ class Trainer(TrainerRanks):
         stay where they are.
 
         Args:
-            source: what will be written.
             at: of each replica the `ExportedMemory.digest` of every worker.
 
         Returns:
@@ -371,7 +366,6 @@ class _Mapping(NamedTuple):
 
     Args:
         key: `ExportedMemory.digest` of every worker then.
-        direct: what is written directly.
         mapped: those of the workers that this rank writes to.
         targets: theirs, together.
     """

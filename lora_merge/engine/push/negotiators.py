@@ -31,8 +31,12 @@ class AdapterNegotiator:
     """
 
     def __init__(self, trainer: Trainer, weights: MergedWeights) -> None:
-        self._trainer, self._weights = trainer, weights
+        self._trainer, self._weights = trainer, MergedWeights(weights.model, bucket_bytes=weights.bucket_bytes)
+        self._weights.as_it_lies = False
         self._known: tuple[BucketWriter, torch.dtype, AdapterSource] | None = None
+
+    def release(self) -> None:
+        self._weights.release()
 
     async def __call__(self, replicas: Sequence[Replica]) -> AdapterSource:
         """Return the adapter.

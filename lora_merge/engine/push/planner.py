@@ -83,7 +83,6 @@ class PushPlanner(Planner):
     """Plans the transfers of the pushes of a model.
 
     Args:
-        trainer: the ranks that push.
         weights: the stream of the model.
         base: the stream of its base.
         merge: who adds the adapters to the base: "trainer", "engine", or "auto": the engine where some worker runs on
@@ -120,8 +119,9 @@ class PushPlanner(Planner):
             self._who, self._why = "trainer", f"a push that engines merged by themselves failed: {error}"
 
     def release(self) -> None:
-        streams: list[MergedWeights | UpdateNegotiator | PullNegotiator] = [self._weights, self._base, self._update]
-        for stream in (*streams, *self._pulls.values()):
+        streams: list[MergedWeights | UpdateNegotiator | PullNegotiator | AdapterNegotiator]
+        streams = [self._weights, self._base, self._update, self._adapter, *self._pulls.values()]
+        for stream in streams:
             stream.release()
 
     async def __call__(

@@ -32,10 +32,8 @@ class Pusher:
 
     Args:
         trainer: the ranks that push, with their engines.
-        planner: decides what is sent.
         pause: what becomes of requests in flight; one of `PAUSES`.
         mode: of the first push, unless it says another.
-        rounding: of merged weights.
         healing: of dirty engines, in words.
         computing: how the trainer's model computes, as of `computing` in configs.py.
     """
@@ -246,10 +244,12 @@ class Pusher:
 
     async def _wake(self, replica: Replica) -> None:
         if replica.asleep:
+            # Noted before: if this trainer dies, the next push finds the weights awake, and wakes the KV cache too.
+            await self._sequence.tell(replica, "note_pause", waking=True)
             await replica.handle.wake("weights")
 
     async def _sleep_again(self, replicas: Sequence[Replica], slept: Mapping[int, int]) -> None:
-        """After a refusal, put engines that were asleep back to sleep at their level."""
+        """Put engines that were asleep back to sleep at their level, after a refusal."""
 
         async def again(replica: Replica) -> None:
             await self._sequence.sleep_again(replica, slept[replica.index])
@@ -292,7 +292,6 @@ class Pusher:
         these, or with one whose handle is not here.
 
         Args:
-            held: what replicas held before.
             brought, name: the state and the name that the push was to bring.
             slept: as of `EngineSequence.go_on`.
         """

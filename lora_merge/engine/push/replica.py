@@ -179,7 +179,7 @@ class Replica:
 
     @property
     def waking(self) -> bool:
-        """Whether a failed push woke its weights but not its KV cache."""
+        """Whether a push woke its weights, and its KV cache sleeps still: that push failed, or its trainer died."""
         return any(worker.waking for worker in self.workers)
 
     def check(self) -> None:

@@ -139,11 +139,7 @@ class EngineSequence:
                 )
 
     def _pause_of(self, replica: Replica, switches: bool) -> str:
-        """Decide what happens to requests in flight.
-
-        Args:
-            switches: whether the mode changes.
-        """
+        """Decide what happens to requests in flight."""
         if replica.still_paused and replica.state.kind == "dirty" and self._pause != "abort":
             return "abort" if switches else "keep"
         return "wait" if switches and self._pause == "keep" else self._pause
@@ -238,17 +234,12 @@ class EngineSequence:
         asleep, notes, calls = replica.index in slept, dict[str, bool](), list[Call]()
         if replica.error and replica.begun:
             await self._stop(replica)
-        if (replica.error and replica.begun) or replica.state.kind == "dirty":
-            if asleep:
-                notes["waking"] = True
-        else:
+        if not (replica.error and replica.begun) and replica.state.kind != "dirty":
             notes["serves"] = True
             if asleep and replica.error:
                 with suppress(Exception):  # the next push finds what stays awake; this one raises its own error
                     await self.sleep_again(replica, slept[replica.index])
             elif asleep:
-                # Noted before: where waking it fails, nothing else tells the next push that the weights are awake.
-                await self.tell(replica, "note_pause", waking=True)
                 await replica.handle.wake("kv_cache")
                 notes["waking"] = False
             if not replica.error:
@@ -273,7 +264,7 @@ class EngineSequence:
         await self.make(replica, [self.make_call("abort", reason=f"a push failed: {replica.error}"), paused, *stops])
 
     async def catch_up(self, replica: Replica, state: State, name: str) -> None:
-        """After an interrupt, reset the caches of an engine that has the new weights, and tell it their name."""
+        """Reset the caches of an engine that has the new weights after an interrupt, and tell it their name."""
         replica.queued_calls = []
         calls = [self.make_call("renew_lease"), *self._resets(replica), *_names(name, state)]
         _check_reset(replica, (await self.make(replica, calls))[1])
@@ -288,8 +279,8 @@ class EngineSequence:
         finally:
             # vLLM 0.26 takes one whose KV cache sleeps for asleep, and leaves its weights where they are, as a call
             # that fails does: then the next push has the KV cache alone to wake.
-            if not any(WorkerInfo.read(answer).asleep for answer in await replica.handle.rpc("hello")):
-                await self.tell(replica, "note_pause", waking=True)
+            workers = [WorkerInfo.read(answer) for answer in await replica.handle.rpc("hello")]
+            await self.tell(replica, "note_pause", waking=not any(worker.asleep for worker in workers))
 
 
 def _names(name: str, state: State) -> list[Call]:

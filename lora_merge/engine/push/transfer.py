@@ -22,7 +22,6 @@ class TransferRun:
     the replicas.
 
     Args:
-        rounding: of merged weights.
         verify: compare checksums of every tensor on both sides.
         name: what engines call their weights from now on; caches of the old ones are reset. "" where another transfer
             of this push follows.

@@ -79,7 +79,12 @@ class SglangWorker:
     def session(self) -> WorkerSession:
         manager = self.manager
         return session_of(
-            self.model, lambda: WorkerSession(Loader(Modules(self.model), self.device), lambda: asleep(manager))
+            self.model,
+            lambda: WorkerSession(
+                Loader(Modules(self.model), self.device),
+                lambda: asleep(manager),
+                lambda: bool(manager.offload_tags - {_WEIGHTS}),
+            ),
         )
 
     def stepped(self) -> int:
@@ -94,7 +99,7 @@ class SglangWorker:
             "world": dist.get_world_size(self.manager.tp_cpu_group),
             "launcher": False,
             "unfit": unfit(self.manager),
-            "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
+            "dtype": dtype_name(next(self.model.parameters()).dtype),
             "lora": lora and {"max_rank": lora.max_lora_rank, "dtype": dtype_name(lora.dtype)},
             "connector": "",
             "multimodal": False,
@@ -133,7 +138,7 @@ def asleep(manager: Any) -> int:
 
 
 def released(manager: Any) -> None:
-    """Memory has been unmapped: weights of which no copy is kept are gone. An error stays here: it would end the
+    """Note that memory was unmapped: weights of which no copy is kept are gone. An error stays here: it would end the
     engine, and what a push notes of the weights still shows that they are others."""
     try:
         if asleep(manager) == 2 and manager.memory_saver_adapter.enabled:
@@ -174,20 +179,18 @@ def flush_cache(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
 
 
 @OPERATIONS.register
-def map_memory(worker: SglangWorker, session: WorkerSession, weights: bool) -> dict[str, Any]:
+def map_memory(worker: SglangWorker, session: WorkerSession, weights: bool) -> None:
     """Map memory again that the memory saver has unmapped: the weights, or all else."""
     from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
     gone = worker.manager.offload_tags
     if tags := sorted(gone & {_WEIGHTS} if weights else gone - {_WEIGHTS}):
         worker.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
-    return {}
 
 
 @OPERATIONS.register
-def unmap_memory(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
+def unmap_memory(worker: SglangWorker, session: WorkerSession) -> None:
     """Unmap the weights again."""
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
     worker.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=[_WEIGHTS]))
-    return {}

@@ -28,7 +28,6 @@ class SharedMemory:
 
     Args:
         name: of a new file, or its `path` in the process that made it.
-        nbytes: of the file.
 
     Raises:
         InvalidInput: the path is not one of ours, or there is not enough shared memory.
@@ -151,8 +150,7 @@ def _attribute(address: int, attribute: int, found: Any) -> Any:
 
 def allocations(storages: Sequence[torch.UntypedStorage]) -> list[int]:
     """Return for each storage the number of its allocation, which no other allocation of this process ever has, at the
-    same address or not; -1 if CUDA does not know it. All storages are on one GPU.
-    """
+    same address or not; -1 if CUDA does not know it. All storages are on one GPU."""
     if not storages:
         return []
     number = ctypes.c_ulonglong()

@@ -226,7 +226,7 @@ class Group:
     # Both
 
     def watch(self, gone: Callable[[], bool] = lambda: False) -> None:
-        """Until `rest`, abort the communicator when a member has left."""
+        """Abort the communicator when a member has left, until `rest`."""
         self._over = threading.Event()
         threading.Thread(target=self._watch, args=(self._over, gone), daemon=True).start()
 
@@ -235,14 +235,14 @@ class Group:
             self._over.set()
 
     def hand(self, data: Tensor, ranks: Sequence[int]) -> Done | None:
-        """On rank 0, enqueue a bucket for some members after the current stream's work so far; return None if the group
-        is lost, or nobody takes it."""
+        """Enqueue a bucket on rank 0, for some members, after the current stream's work so far; return None if the
+        group is lost, or nobody takes it."""
         if len(ranks) == self._world - 1:
             return self._enqueue(lambda nccl: nccl.broadcast(data))
         return self._enqueue(lambda nccl: nccl.send(data, ranks)) if ranks else None
 
     def take(self, data: Tensor, apart: bool = False) -> Done | None:
-        """On a worker, enqueue a bucket of rank 0; `apart`: not all members take it."""
+        """Enqueue a bucket of rank 0, on a worker; `apart`: not all members take it."""
         return self._enqueue(lambda nccl: nccl.receive(data) if apart else nccl.broadcast(data))
 
     def _enqueue(self, start: Callable[[Nccl], Done]) -> Done | None:

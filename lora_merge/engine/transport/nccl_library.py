@@ -42,13 +42,13 @@ class Library:
         self._library.ncclCommAbort.argtypes = [communicator]
 
     def unique_id(self) -> bytes:
-        """A new communicator's."""
+        """Return that of a new communicator."""
         made = UniqueId()
         self._check(self._library.ncclGetUniqueId(ctypes.byref(made)), "ncclGetUniqueId")
         return bytes(made)
 
     def join(self, unique_id: bytes, rank: int, world: int) -> Any:
-        """A communicator on the current GPU: returns when all members have come."""
+        """Make a communicator on the current GPU; return when all members have come."""
         communicator = ctypes.c_void_p()
         known = UniqueId.from_buffer_copy(unique_id)
         code = self._library.ncclCommInitRank(ctypes.byref(communicator), world, known, rank)

@@ -166,7 +166,6 @@ class MappedMemory:
     Args:
         found: what that process exports; memory without views is not mapped.
         device: of the views: a GPU that reaches the other process's, or the CPU.
-        pid: of the other process.
 
     Raises:
         RuntimeError, OSError: this process cannot map them.

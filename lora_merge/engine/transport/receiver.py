@@ -17,7 +17,6 @@ class Receiver:
 
     Args:
         channel: this worker's `Sender.channel`.
-        device: of the worker.
 
     Attributes:
         over: whether no other transfer can follow: over a network, who leaves one has left the channel.

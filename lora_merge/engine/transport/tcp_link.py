@@ -77,7 +77,6 @@ class TcpLink:
     """One end of a connection, after the greeting. One thread sends and receives; any may call `close`.
 
     Args:
-        connection: to the other process.
         ours, theirs: keys of what is sent and of what is received.
         other: the other end, in words.
     """

@@ -50,14 +50,11 @@ def adopt_checkpoint(worker: Any, session: WorkerSession, digest: str, update: s
 
 
 @OPERATIONS.register
-def reload_checkpoint(
-    worker: Any, session: WorkerSession, digest: str, update: str, state: dict[str, Any]
-) -> dict[str, Any]:
+def reload_checkpoint(worker: Any, session: WorkerSession, digest: str, update: str, state: dict[str, Any]) -> None:
     """Load the engine's own checkpoint again, like a full push; the engine is dirty from here to `commit`.
 
     Args:
         digest, update: as for `adopt_checkpoint`.
-        state: that it brings.
     """
     session.abort(None)
     report, table = session.loader.examine(digest, session.tables[digest]), session.tables[digest]
@@ -70,18 +67,16 @@ def reload_checkpoint(
     _KEPT[merger] = checkpoint.kept()  # nothing was written to them while they were read, either
     merger.adopt({name: tensors[name] for name in merger.wanted(session.updates[update])})
     session.note_complete()
-    return {}
 
 
 @OPERATIONS.register
-def unload(worker: Any, session: WorkerSession) -> dict[str, Any]:
+def unload(worker: Any, session: WorkerSession) -> None:
     """Prepare to take off what was merged onto the engine's own checkpoint; nothing changes before `merge`."""
     held = session.state()
     if session.merger is None or not session.merger.own or held.kind not in WEIGHTS:
         raise RuntimeError(f"this engine holds {held}, and no adapter on its own checkpoint: load one first")
     _check_kept(session.merger)
     session.update = session.merger.nothing()
-    return {}
 
 
 @OPERATIONS.register

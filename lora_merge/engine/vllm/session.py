@@ -16,16 +16,24 @@ from .loading.loader import Loader
 
 def session_of(model: nn.Module, model_config: Any, device: torch.device) -> WorkerSession:
     """Return the `WorkerSession` of a model, for one call to a worker."""
-    return kept(model, lambda: WorkerSession(Loader(Modules(model), model_config, device), lambda: asleep()))
+    return kept(
+        model, lambda: WorkerSession(Loader(Modules(model), model_config, device), lambda: asleep(), cache_asleep)
+    )
 
 
 def asleep() -> int:
     """Return the level at which this process's weights sleep, so that they must not be read: 1 (kept in the host's
     memory) or 2 (thrown away); 0 if they are awake."""
-    if not torch.cuda.is_initialized():
-        return 0
-    allocator = internals.CuMemAllocator.instance
-    if allocator is None:
-        return 0
-    weights = [data for data in allocator.pointer_to_data.values() if data.is_asleep and data.tag == "weights"]
+    weights = [data for data in _unmapped() if data.tag == "weights"]
     return 0 if not weights else 2 if any(data.cpu_backup_tensor is None for data in weights) else 1
+
+
+def cache_asleep() -> bool:
+    """Return True while the memory of this process's KV cache is unmapped."""
+    return any(data.tag == "kv_cache" for data in _unmapped())
+
+
+def _unmapped() -> list[Any]:
+    """Return what sleep mode's allocator notes of each allocation that is unmapped now."""
+    allocator = internals.CuMemAllocator.instance if torch.cuda.is_initialized() else None
+    return [] if allocator is None else [data for data in allocator.pointer_to_data.values() if data.is_asleep]

@@ -39,7 +39,6 @@ def unfit(worker: Any, session: WorkerSession) -> str:
 
     Args:
         worker: vLLM's own.
-        session: of this worker.
 
     Raises:
         NotFirst: the worker belongs to an engine of a data-parallel group other than the first.

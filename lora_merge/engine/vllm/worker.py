@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from vllm.config import set_current_vllm_config
 
+from ...stream.buckets import dtype_name
 from ..configs import computing
 from ..state import State
 from ..worker.rpc import respond
@@ -87,8 +88,8 @@ class VllmWorker:
             "world": parallel.world_size,
             "launcher": parallel.distributed_executor_backend == "external_launcher",
             "unfit": unfit(self.raw, session),
-            "dtype": str(self.raw.model_config.dtype).removeprefix("torch."),
-            "lora": None if lora is None else {"max_rank": lora.max_lora_rank, "dtype": _lora_dtype(lora)},
+            "dtype": dtype_name(self.raw.model_config.dtype),
+            "lora": None if lora is None else {"max_rank": lora.max_lora_rank, "dtype": dtype_name(lora.lora_dtype)},
             "connector": (config.kv_transfer_config and config.kv_transfer_config.kv_connector) or "",
             "multimodal": self.raw.model_config.is_multimodal_model or self.raw.model_config.runner_type == "pooling",
             "quantised": session.modules.kept(quantised_checkpoint),
@@ -124,7 +125,3 @@ def _shares(parallel: Any) -> dict[str, Any] | None:
     store: Any = dist.distributed_c10d._get_default_store()
     name = store.compare_set("lora_merge/engines", "", secrets.token_hex(8)).decode()
     return {"name": name, "engines": parallel.data_parallel_size}
-
-
-def _lora_dtype(lora: Any) -> str:
-    return str(lora.lora_dtype).removeprefix("torch.")

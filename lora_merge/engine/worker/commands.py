@@ -30,13 +30,12 @@ def begin_full(
     state: dict[str, Any],
     sent: bool,
     changed: Sequence[str] | None = None,
-) -> dict[str, Any]:
+) -> None:
     """Begin a full push, and close what a broken one left open. The engine is dirty from here to `commit`; once this
     has answered, the trainer may write to the engine's tensors.
 
     Args:
         digest: of a table that had its dry run.
-        state: that the push brings.
         sent: whether buckets follow; else the trainer writes everything by itself.
         changed: names of the tensors that updates will change, which are merged here onto what this push brings; None
             if there will be no updates.
@@ -52,13 +51,12 @@ def begin_full(
         session.note_complete()
     if worker.device.type == "cuda":  # nothing here reads the weights any more
         torch.cuda.synchronize(worker.device)
-    return {}
 
 
 @OPERATIONS.register
 def receive(
     worker: Worker, session: WorkerSession, verify: bool, sent: Sequence[int] | None = None, placed: Sequence[int] = ()
-) -> dict[str, Any]:
+) -> None:
     """Load the buckets of a full push into the model.
 
     Args:
@@ -86,7 +84,6 @@ def receive(
     session.receive(table, load, verify, targets, sent, placed)
     session.leave_running()
     session.note_complete()
-    return {}
 
 
 @OPERATIONS.register
@@ -99,7 +96,7 @@ def pull(
     scalings: list[list[float]],
     run: Mapping[str, Any],
     verify: bool,
-) -> dict[str, Any]:
+) -> None:
     """Begin a full push, receive the part of it that comes in buckets, and read the rest from the trainer's memory. The
     device may still be reading when this answers; the trainer may write to its weights once the next operation has
     answered.
@@ -135,7 +132,6 @@ def pull(
         target.merge(update, run)
         session.leave_running()
     session.note_complete()
-    return {}
 
 
 @OPERATIONS.register
@@ -146,7 +142,7 @@ def receive_update(
     scalings: list[list[float]],
     verify: bool,
     comes: Mapping[str, Mapping[str, Sequence[int]]] | None = None,
-) -> dict[str, Any]:
+) -> None:
     """Receive an update. Nothing of the engine changes before `merge`.
 
     Args:
@@ -169,7 +165,6 @@ def receive_update(
 
     session.receive(update.spec.table, keep, verify, sent=spec["sent"], apart=spec["apart"])
     session.update = update
-    return {}
 
 
 @OPERATIONS.register
@@ -196,7 +191,7 @@ def merge(worker: Worker, session: WorkerSession, state: dict[str, Any]) -> dict
 @OPERATIONS.register
 def receive_adapter(
     worker: Worker, session: WorkerSession, table: Any, rank: int, state: dict[str, Any], verify: bool
-) -> dict[str, Any]:
+) -> None:
     """Receive an adapter, and load it in the place of the one before. If that fails, the engine is dirty."""
     before = session.state()
     if before.kind not in ("base", "adapter") or before.base != state["base"]:
@@ -211,7 +206,6 @@ def receive_adapter(
     session.receive(from_json(table), keep, verify)
     worker.load_adapter(tensors, rank)
     session.end(State(**state))
-    return {}
 
 
 @OPERATIONS.register
@@ -250,27 +244,23 @@ def received_checksums(worker: Worker, session: WorkerSession) -> dict[str, Any]
 
 
 @OPERATIONS.register
-def abort(worker: Worker, session: WorkerSession, reason: str | None = None) -> dict[str, Any]:
+def abort(worker: Worker, session: WorkerSession, reason: str | None = None) -> None:
     """Close what a broken push left open. With a reason, the engine is dirty."""
     session.abort(reason)
-    return {}
 
 
 @OPERATIONS.register
-def note_pause(
-    worker: Worker, session: WorkerSession, paused: bool | None = None, waking: bool | None = None
-) -> dict[str, Any]:
-    """Note that a push has paused generation, or left the KV cache asleep, so that the next push can resume the engine
-    (session.py)."""
+def note_pause(worker: Worker, session: WorkerSession, paused: bool | None = None, waking: bool | None = None) -> None:
+    """Note that a push pauses generation, or wakes the weights of a sleeping engine, so that the next push can resume
+    the engine (session.py)."""
     session.paused = session.paused if paused is None else paused
     session.waking = session.waking if waking is None else waking
-    return {}
 
 
 @OPERATIONS.register
 def end(
     worker: Worker, session: WorkerSession, owner: str, push: str | None = None, serves: bool = False, **notes: bool
-) -> dict[str, Any]:
+) -> None:
     """End a push, whatever its outcome, and give its lease back.
 
     Args:
@@ -283,11 +273,9 @@ def end(
         note_pause(worker, session, **notes)
         if serves:
             session.served = session.held.kind
-    return {}
 
 
 @OPERATIONS.register
-def renew_lease(worker: Worker, session: WorkerSession) -> dict[str, Any]:
+def renew_lease(worker: Worker, session: WorkerSession) -> None:
     """Renew the trainer's lease. Like every operation of a push, raises `LeaseLost` if the trainer has none; the calls
     behind this one in a message are then not made."""
-    return {}

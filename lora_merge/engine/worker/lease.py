@@ -32,14 +32,7 @@ class Lease:
         return self._owner
 
     def take(
-        self,
-        owner: str,
-        host: str,
-        pid: int,
-        push: str = "",
-        born: int = 0,
-        at: int = 0,
-        living: Collection[str] = (),
+        self, owner: str, host: str, pid: int, push: str = "", born: int = 0, at: int = 0, living: Collection[str] = ()
     ) -> str:
         """Take the lease for a push that begins.
 

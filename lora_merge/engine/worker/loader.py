@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +26,7 @@ from ...shards import Box, Piece, cut, numel, overlap
 from ...stream.buckets import Slot, Table, dtype_name, metas
 from ...stream.direct_targets import DirectTargets
 from ...stream.window import Window
+from ..messages import DryRunAnswer
 from ..transport.peer_memory import ExportedMemory
 from .dry_run import Capture, Copy, Record, coverage, feed, torn
 from .modules import Modules, ties_of, unchanged
@@ -41,13 +42,8 @@ class DryRunReport:
         near: the same for a trainer in this process, which also writes to some layers that are laid out anew.
         staged: names that go through `load_weights`, whole.
         fills: constants that loading writes (padding).
-        refused: name -> why `load_weights` does not take it.
-        ignored: names that filled nothing here.
-        absent: those among them that would fill a part which the engine was started without (a vision tower).
-        missing: parameters and persistent buffers that stay unfilled, in words.
-        partial: name -> elements that are taken here, of tensors of which others are left.
+        answer: what the trainer gets of it.
         elements: elements filled and elements there are.
-        dtypes: name -> dtype that the engine holds it in.
         layers: that are laid out anew after loading, each with the names that it is made of.
         touched: modules that get something of the stream, by `id`.
     """
@@ -56,16 +52,11 @@ class DryRunReport:
     targets: DirectTargets
     near: DirectTargets
     staged: set[str]
-    fills: list[tuple[Tensor, Any]] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
-    ignored: list[str] = field(default_factory=list)
-    absent: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    partial: dict[str, int] = field(default_factory=dict)
-    elements: tuple[int, int] = (0, 0)
-    dtypes: dict[str, str] = field(default_factory=dict)
-    layers: list[tuple[nn.Module, frozenset[str]]] = field(default_factory=list)
-    touched: frozenset[int] = frozenset()
+    fills: list[tuple[Tensor, Any]]
+    answer: DryRunAnswer
+    elements: tuple[int, int]
+    layers: list[tuple[nn.Module, frozenset[str]]]
+    touched: frozenset[int]
     _exports: ExportedMemory | None = None
 
     @property
@@ -85,8 +76,9 @@ class DryRunReport:
     @cached_property
     def digest(self) -> str:
         """Equal for two reports of which the trainer would get the same."""
-        by_name = sorted(self.partial.items()), sorted(self.dtypes.items())
-        sent = (self.refused, self.ignored, self.absent, self.missing, self.elements, *by_name)
+        a = self.answer
+        by_name = sorted(a.partial.items()), sorted(a.dtypes.items())
+        sent = (a.refused, a.ignored, a.absent, a.missing, self.elements, *by_name)
         return hashlib.blake2b(repr(sent).encode(), digest_size=16).hexdigest()
 
 
@@ -95,7 +87,6 @@ class Loader:
 
     Args:
         modules: of the engine's live model, LoRA wrappers and all.
-        device: of the worker.
     """
 
     def __init__(self, modules: Modules, device: torch.device) -> None:
@@ -158,10 +149,7 @@ class Loader:
         """Note that the trainer has written tensors by itself which otherwise go through `load_weights`."""
 
     def load_layers(
-        self,
-        report: DryRunReport,
-        layers: Sequence[tuple[nn.Module, frozenset[str]]],
-        tensor: Callable[[str], Tensor],
+        self, report: DryRunReport, layers: Sequence[tuple[nn.Module, frozenset[str]]], tensor: Callable[[str], Tensor]
     ) -> None:
         """Make some of the layers again that are laid out anew after loading.
 
@@ -312,13 +300,15 @@ class Loader:
             self._near(targets, roots, capture.records, dict(fed), owners),
             staged,
             [(view, value) for path, view, value in capture.fills if path not in staged_paths],
-            refused,
-            list(ignored),
-            self._absent(list(ignored.items())),
-            missing,
-            _partial(capture.records, dict(fed)),
+            DryRunAnswer(
+                refused=refused,
+                ignored=list(ignored),
+                absent=self._absent(list(ignored.items())),
+                missing=missing,
+                partial=_partial(capture.records, dict(fed)),
+                dtypes={r.name: dtype_name(r.dtype) for r in capture.records},
+            ),
             elements,
-            {r.name: dtype_name(r.dtype) for r in capture.records},
             [(root, frozenset(names[id(root)])) for root in roots],
             frozenset(id(owners[r.path]) for r in capture.records if r.path in owners),
         )

@@ -33,9 +33,7 @@ class Merger:
     """What a worker keeps to merge updates: which base lies here, and what brings it back.
 
     Args:
-        loader: into the model.
         report: of the base's table.
-        table: the base's.
         base: fingerprint of the base, or `OWN`.
         changed: names of the tensors that updates will change; for the engine's own base see `adopt`.
     """

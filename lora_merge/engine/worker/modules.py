@@ -82,7 +82,7 @@ class Modules:
         return [*map(len, below), *chain(*below), *ids]
 
     def paths(self) -> list[tuple[str, nn.Module]]:
-        """Every module under every path, in the order of `named_modules(remove_duplicate=False)`, whose nested
+        """List every module under every path, in the order of `named_modules(remove_duplicate=False)`, whose nested
         generators take ten times as long."""
         if not self._sure and self._watched() is None and self._children() != self._below:
             self.forget()
@@ -103,7 +103,7 @@ class Modules:
         return self._paths
 
     def __iter__(self) -> Iterator[nn.Module]:
-        """Every module once, as `Module.modules()`."""
+        """Yield every module once, as `Module.modules()`."""
         self.paths()
         return iter(self._each)
 
@@ -123,7 +123,7 @@ class Modules:
         return self._answers[find]
 
     def tensors(self) -> list[Tensor]:
-        """Live parameters, then persistent buffers, each once."""
+        """Return live parameters, then persistent buffers, each once."""
         return self.look().tensors
 
     @contextmanager

@@ -25,7 +25,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
-Operation: TypeAlias = Callable[..., dict[str, Any]]
+Operation: TypeAlias = Callable[..., dict[str, Any] | None]
+"""Returns the answer; None for an empty one."""
 _F = TypeVar("_F", bound=Operation)
 
 

@@ -46,7 +46,6 @@ class PullTarget:
         sources: what each rank of the trainer exports, with its `introduction`. Ranks of one `group` export the model
             between them; the nearest group is read.
         here: the `introduction` of this worker.
-        device: of the worker.
 
     Attributes:
         pids: of the processes whose memory is mapped.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from ...stream.buckets import from_json
@@ -46,7 +47,7 @@ def hello(
             "asleep": session.asleep(),
             "paused": session.paused,
             "served": session.served,
-            "waking": session.waking,
+            "waking": session.waking and session.cache_asleep(),
             "session": None if session.receiver is None or session.receiver.over else session.receiver.session,
             "state": worker.served(session, session.state()).to_json(),
             "fits": _fits(session, streams),
@@ -96,18 +97,7 @@ def dry_run(
     brief = _brief(report)
     if report.digest in known:
         return brief
-    return {
-        **brief,
-        "refused": report.refused,
-        "ignored": report.ignored,
-        "absent": report.absent,
-        "missing": report.missing,
-        "partial": report.partial,
-        "dtypes": report.dtypes,
-        "elements": report.elements,
-        "straight": len(report.copies),
-        "reloaded": len(report.staged),
-    }
+    return brief | asdict(report.answer) | {"reloaded": len(report.staged)}
 
 
 @OPERATIONS.register
@@ -182,10 +172,9 @@ def map_source(
 
 
 @OPERATIONS.register
-def unmap_source(worker: Worker, session: WorkerSession) -> dict[str, Any]:
+def unmap_source(worker: Worker, session: WorkerSession) -> None:
     """Unmap the weights that a trainer exports."""
     session.drop_pulls()
-    return {}
 
 
 @OPERATIONS.register
@@ -195,18 +184,17 @@ def unserved_modules(worker: Worker, session: WorkerSession, modules: list[str])
 
 
 @OPERATIONS.register
-def connect(worker: Worker, session: WorkerSession, channels: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+def connect(worker: Worker, session: WorkerSession, channels: Mapping[str, dict[str, Any]]) -> None:
     """Open this worker's channel to a trainer.
 
     Args:
         channels: `Sender.channel` of each worker of the engine, by rank.
     """
     session.connect(channels[str(worker.rank)])
-    return {}
 
 
 @OPERATIONS.register
-def disconnect(worker: Worker, session: WorkerSession, sessions: list[str], weights: str) -> dict[str, Any]:
+def disconnect(worker: Worker, session: WorkerSession, sessions: list[str], weights: str) -> None:
     """Unmap a trainer's buffers, before the trainer frees them.
 
     Args:
@@ -217,7 +205,6 @@ def disconnect(worker: Worker, session: WorkerSession, sessions: list[str], weig
         session.disconnect()
     if weights and weights == session.pull_owner:
         session.drop_pulls()
-    return {}
 
 
 @OPERATIONS.register

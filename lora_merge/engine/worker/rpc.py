@@ -59,11 +59,7 @@ class Worker(Protocol):
         """Return what the worker holds if its weights are in `state`: an adapter may have been evicted since."""
 
     def settle(self, session: WorkerSession, weights: bool) -> None:
-        """Remove adapters that do not belong to the weights any more; called when a push is over.
-
-        Args:
-            weights: whether it brought weights.
-        """
+        """Remove adapters that do not belong to the weights any more; called when a push is over."""
 
     def unserved(self, modules: Sequence[str]) -> list[str]:
         """Return those modules (HF names) that the worker cannot adapt."""
@@ -82,7 +78,7 @@ _turn = threading.RLock()
 
 
 def _renew() -> None:
-    """In a forked process: the thread that held the lock does not exist."""
+    """Make a new lock in a forked process, where the thread that held the other does not exist."""
     global _turn
     _turn = threading.RLock()
 
@@ -143,7 +139,7 @@ def _run(
         with nullcontext() if sessions is None else session.transfer(sessions):
             if still:
                 session.lease.check_still(worker.stepped())
-            answer = ops[op](worker, session, **message)
+            answer = ops[op](worker, session, **message) or {}
         if of_push:  # it may have taken long
             session.lease.hear()
     return answer

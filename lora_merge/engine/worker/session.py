@@ -60,9 +60,7 @@ class IncomingPush(NamedTuple):
     """A full push that has begun.
 
     Args:
-        report: of its table.
         digest: of the table.
-        state: that it brings.
         merger: keeps what merging updates onto it needs; None if there will be no updates.
     """
 
@@ -81,9 +79,9 @@ class WorkerSession:
     """The worker's side of all pushes.
 
     Args:
-        loader: into the model.
         asleep: returns the level at which the weights sleep at the moment, so that they must not be read: 1 (kept
             elsewhere) or 2 (thrown away); 0 if they are awake.
+        cache_asleep: returns True while the memory of the KV cache is unmapped.
 
     Attributes:
         name: of this worker; no other one has it.
@@ -101,13 +99,15 @@ class WorkerSession:
         pull_lock: held while something reads from a trainer's memory, or unmaps it.
         pulls: the mapped memory of one trainer, by the digest under which it was offered; one entry at the most.
         pull_owner: name of that trainer.
-        paused, waking: whether a push has paused generation, and whether it left the KV cache asleep.
+        paused, waking: whether a push has paused generation, and whether it has woken the weights, after which the KV
+            cache is its own to wake.
         checksums, intact: of a verified transfer: checksums by name, and whether the parameters hold these bits.
         coverage: elements that the last full push wrote, and elements there are.
     """
 
-    def __init__(self, loader: Loader, asleep: Callable[[], int]) -> None:
-        self.device, self.modules, self.loader, self.asleep = loader.device, loader.modules, loader, asleep
+    def __init__(self, loader: Loader, asleep: Callable[[], int], cache_asleep: Callable[[], bool]) -> None:
+        self.device, self.modules, self.loader = loader.device, loader.modules, loader
+        self.asleep, self.cache_asleep = asleep, cache_asleep
         self.name = secrets.token_hex(8)
         self.receiver: Receiver | None = None
         self.tables: dict[str, Table] = {}

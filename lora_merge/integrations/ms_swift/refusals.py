@@ -6,8 +6,10 @@ from typing import Any
 
 from torch import nn
 
+from ...errors import InvalidInput, UnsupportedAdapter
 from ..compat import TrainerRefused, off
 from ..options import SWITCH, Options
+from ..train import TrainsMerged
 
 
 def refuse(model: Any, args: Any, options: Options) -> None:
@@ -24,6 +26,21 @@ def refuse(model: Any, args: Any, options: Options) -> None:
     info = model.model_info
     if info.quant_method and (info.quant_method != "bnb" or _quantised_on_disk(info.model_dir)):
         raise _quantised(info, "on a checkpoint of plain weights, with --quant_method bnb (QLoRA) or without it")
+
+
+def trained_merged(model: nn.Module) -> TrainsMerged:
+    """Return what trains the model on its merged weights.
+
+    Raises:
+        TrainerRefused: it cannot be trained so; names the flag.
+    """
+    try:
+        return TrainsMerged(model)
+    except (InvalidInput, UnsupportedAdapter) as error:
+        raise TrainerRefused(
+            f"{SWITCH}_TRAIN=merged: {error}. (In ms-swift: --tuner_type lora --lora_dropout 0.) Or leave "
+            f"{SWITCH}_TRAIN out, which trains as PEFT computes"
+        ) from error
 
 
 def refuse_megatron(args: Any, options: Options) -> None:
@@ -56,6 +73,11 @@ def refuse_megatron(args: Any, options: Options) -> None:
 def _refuse_any(args: Any, options: Options) -> None:
     if not args.use_vllm:
         raise _refused("there is no engine to push to: pass --use_vllm true --vllm_mode colocate (or server)")
+    if options.train == "merged" and args.vllm_enable_lora:
+        raise TrainerRefused(
+            f"{SWITCH}_TRAIN=merged trains the policy of merged weights, and --vllm_enable_lora true serves base and "
+            "adapter apart, which computes otherwise: leave one of them out"
+        )
     adapters = args.tuner_type == "lora" and args.vllm_enable_lora
     if options.mode == "adapter" and not (adapters and args.vllm_mode == "colocate"):
         raise _refused(

@@ -10,8 +10,9 @@ import torch
 
 from ..metrics import both_float32
 from ..options import Options
+from ..train import TrainsMerged
 from .pushes import Pushes, TokenLogprobs, token_logprobs
-from .refusals import refuse, refuse_check
+from .refusals import refuse, refuse_check, trained_merged
 from .release import RELEASE
 
 _USED = {
@@ -23,6 +24,7 @@ _USED = {
         "_prepare_vllm_engine",
         "_engine_infer",
         "_prepare_batch_inputs",
+        "offload_model",
     ),
     "swift.rlhf_trainers.vllm_client:VLLMClient": ("process_weights_after_loading",),
     "swift.infer_engine:GRPOVllmEngine": ("infer",),
@@ -34,14 +36,33 @@ _USED = {
 class Pushing(Pushes):
     """Mixed in before a trainer of swift's: replaces what moves weights, and checks what the engine answers."""
 
+    _lora_merge_trains: TrainsMerged | None = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._lora_merge_options = options = Options.from_environment()
+        self._lora_merge_options = options = Options.from_environment(trains=True)
         model = kwargs["model"] if "model" in kwargs else args[0]
         refuse(model, kwargs["args"], options)
         if options.check is not None:
             refuse_check(model, kwargs["args"], kwargs["template"], isinstance(self, GKD))
+        trains = trained_merged(model) if options.train == "merged" else None
         super().__init__(*args, **kwargs)
         self._begin(self._load_state_dict_to_vllm, self.accelerator.is_main_process)
+        self._lora_merge_trains = trains
+        if trains is not None:
+            self.add_callback(trains)
+            RELEASE.announce_training()
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as swift does; the base is back afterwards, however that ends."""
+        trains = self._lora_merge_trains
+        train = super().train
+        return (train if trains is None else trains.closing(train))(*args, **kwargs)
+
+    def offload_model(self, model: Any) -> Any:
+        """Move a model off its device as swift does; merged weights would stay there with what brings the base back."""
+        if self._lora_merge_trains is not None:
+            self._lora_merge_trains.pause()
+        return super().offload_model(model)
 
     def _policy(self) -> Any:
         return self.model

@@ -12,10 +12,10 @@ from ...names import named_tensors, walk
 from ...shards import quantised
 from ..compat import TrainerRefused
 from ..options import Options, switched_off
+from ..train import TrainsMerged
 from .check import check_comparable, watch
 from .release import OFF, RELEASE, generation_of
 from .rollout import Colocated, Rollout, Server
-from .train import TrainsMerged
 
 _attached: WeakKeyDictionary[Any, ref[Rollout]] = WeakKeyDictionary()
 """Engine (of a server: the `VLLMGeneration` that calls it) -> who brings it a policy."""
@@ -83,6 +83,8 @@ def attach(
         watch(trainer, rollout, options.check)
     _attached[engine] = ref(rollout)
     RELEASE.announce(rollout.takes_over)
+    if trains is not None:
+        RELEASE.announce_training()
     return rollout
 
 

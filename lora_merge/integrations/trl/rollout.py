@@ -19,8 +19,8 @@ from ..metrics import Counted, metrics
 from ..options import Options
 from ..pushing import KeptSync
 from ..tied import check_tied
+from ..train import TrainsMerged
 from .release import GENERATION, OFF
-from .train import TrainsMerged
 
 QUANTISED = "bitsandbytes"
 """vLLM's name for engines that hold their weights in its codes."""
@@ -60,12 +60,14 @@ class Rollout:
         """Train on merged weights from the next `train()` on."""
         self._trains = trains
         self.trainer.add_callback(trains)
+        self.trainer.train = trains.closing(self.trainer.train)
 
     def detach(self) -> None:
         """Restore TRL's own sync, and free buffers and handles. Collective."""
         self.attached = False
         if self._trains is not None:
             self.trainer.remove_callback(self._trains)
+            vars(self.trainer).pop("train", None)
             self._trains.close()
         self.trainer._lora_merge_detached = True  # the switch leaves it alone, too
         for owner, name in ((self.generation, "sync_weights"), (self.trainer, "_generate_and_score_completions")):

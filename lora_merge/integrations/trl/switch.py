@@ -34,8 +34,8 @@ def _attached_first(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def first(self: Any, *args: Any, **kwargs: Any) -> Any:
         detached = getattr(self, "_lora_merge_detached", False)
-        if _rolls_out_by_trl(self) and attached(self) is None and not detached:
-            attach(self)
+        if _rolls_out_by_trl(self) and attached(self) is None and not detached and attach(self) is not None:
+            return getattr(self, method.__name__)(*args, **kwargs)  # which attaching may have replaced
         return method(self, *args, **kwargs)
 
     return first

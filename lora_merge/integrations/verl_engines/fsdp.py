@@ -5,11 +5,11 @@ from __future__ import annotations
 from verl.utils.fsdp_utils import offload_fsdp_model_to_cpu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from .merging import Merging
 from .stream import Pass
+from .trained import Trained
 
 
-class MergedFSDP(Merging):
+class MergedFSDP(Trained):
     """Mixed in before an FSDP engine of verl's: its merged weights come from `MergedWeights`. Parameters that verl
     offloads are loaded by it before it asks for them, and offloaded again when the last one was taken."""
 
@@ -18,6 +18,7 @@ class MergedFSDP(Merging):
 
     def _offload(self) -> None:
         if self._is_offload_param:
+            self._pause()
             offload_fsdp_model_to_cpu(self.module)
 
 

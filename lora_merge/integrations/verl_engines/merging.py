@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ...shards.ranks import Ranks
 from ..compat import TrainerRefused, off
 from ..metrics import metrics
-from ..options import SWITCH
+from ..options import SWITCH, trains_merged
 from .check import check_batch
 from .release import RELEASE, merges
 from .stream import FLAG, Stream
@@ -27,6 +27,8 @@ class Merging(_Engine):
     without an adapter, the engine is verl's.
     """
 
+    trains = False
+    """True if this engine can train on merged weights."""
     _stream: Stream | None = None
     _reported: int = 0
     """The version of the last report among the metrics."""
@@ -34,6 +36,7 @@ class Merging(_Engine):
     def initialize(self) -> None:
         """Build the model as verl does; refuse at once what cannot be served."""
         if not self.merging:
+            self._refuse_training_alone()
             super().initialize()
             return
         self._refuse()
@@ -54,7 +57,7 @@ class Merging(_Engine):
         return self._stream
 
     def _make_stream(self) -> Stream:
-        return Stream(self.module, self.rank)
+        return Stream(self.module, self.rank, trains=self.trains)
 
     def train_batch(self, data: Any, loss_function: Any) -> Any:
         """Train as verl does, with the cost of the last sync and the gap between rollout and trainer in the metrics."""
@@ -85,6 +88,14 @@ class Merging(_Engine):
     def _autocast(self) -> torch.dtype:
         """Return the dtype that the forward computes in."""
         return getattr(self, "_autocast_dtype", torch.bfloat16)
+
+    def _refuse_training_alone(self) -> None:
+        if trains_merged() and not self.engine_config.forward_only:
+            raise TrainerRefused(
+                f"{SWITCH}_TRAIN=merged trains the policy of merged weights: set {FLAG} and "
+                "actor_rollout_ref.model.lora_rank, as verl's own way (lora.merge=False) serves base and adapter "
+                f"apart, which computes otherwise; or leave {SWITCH}_TRAIN out"
+            )
 
     def _refuse(self) -> None:
         if getattr(self, "_qat_enabled", False):

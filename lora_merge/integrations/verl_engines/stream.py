@@ -36,13 +36,16 @@ class Stream:
         model: what is trained, wrapped as verl wraps it; or Megatron's chunks.
         rank: of this process; the first one logs.
         dtype: of the stream, unless LORA_MERGE_DTYPE says otherwise; None: as the weights are.
+        trains: whether the engine can train on merged weights.
 
     Raises:
         InvalidInput: an environment variable that does not fit.
     """
 
-    def __init__(self, model: Any, rank: int, dtype: torch.dtype | None = torch.bfloat16) -> None:
-        self.options = Options.from_environment()
+    def __init__(
+        self, model: Any, rank: int, dtype: torch.dtype | None = torch.bfloat16, *, trains: bool = False
+    ) -> None:
+        self.options = Options.from_environment(trains=trains)
         _refuse(self.options)
         self.dtype = _dtype(dtype)
         self.weights = MergedWeights(model, dtype=self.dtype, rounding=self.options.rounding)

@@ -24,7 +24,7 @@ compiled: Any = None
 
 @cache
 def load_error() -> str | None:
-    """Loads the module once; returns why it cannot be used, or None."""
+    """Load the module once; return why it cannot be used, or None."""
     global compiled
     try:
         found = _import()

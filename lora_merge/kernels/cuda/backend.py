@@ -117,7 +117,7 @@ def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> Scales:
 
 
 def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> Tracked:
-    """One pass each way."""
+    """Lay out one pass each way."""
     table = pack(segments)
     here, rest = _separate(segments, table, device)
     parts: list[Tracked] = [OnePassTracked(CudaTracked(here, pack(here) if rest else table, device))] if here else []

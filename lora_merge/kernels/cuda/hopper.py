@@ -126,7 +126,7 @@ def reads_lora_B(table: np.ndarray) -> np.ndarray:
 
 
 def _reads(table: np.ndarray, shift: int) -> np.ndarray:
-    """Ranks of 16 bits come eight at a time: their map takes them apart."""
+    """Return which halves have the products' dtype. Ranks of 16 bits come in eights: their map takes them apart."""
     dtype = products(table)
     return (table[:, DTYPES] >> shift & 0xFF == dtype) & ((dtype == FP32) | (table[:, RANK] % RANKS == 0))
 
@@ -136,7 +136,7 @@ def _size(table: np.ndarray) -> np.ndarray:
 
 
 def _turned(table: np.ndarray) -> np.ndarray:
-    """As `turned` in csrc/segments.h."""
+    """Do `turned` of csrc/segments.h."""
     row, col = table[:, PITCH], table[:, PITCH + 1]
     return (row < col) | ((row == col) & (table[:, ROWS] < table[:, COLS]))
 

@@ -42,7 +42,6 @@ class Work(NamedTuple):
         kind: what they have in common, `Kernel.kinds`.
         merges: the segments.
         max_rank: of the launch: theirs, or one with room for more.
-        device: of the tensors.
         numbers: of the segments in the table that was assigned.
         copies: raw copies that ride along.
         behind: segments behind the others, which have no units of work.
@@ -74,7 +73,6 @@ class Kernel(ABC, Generic[Shape]):
 
     Attributes:
         name: for people.
-        operator: what launches it.
         blocks: of it that share a multiprocessor.
         options: what its operator takes by name.
     """

@@ -95,8 +95,8 @@ class _Half(NamedTuple):
         return (_up(self.rank, RANKS) if size == 2 else self.rank) * self.pitch * size
 
     def job(self, to: int) -> list[int]:
-        """The segment that lays it out at an address: runs of bytes where columns lie together on both sides, several
-        ranks as one number where they do, else element by element."""
+        """Return the segment that lays it out at an address: runs of bytes where columns lie together on both sides,
+        several ranks as one number where they do, else element by element."""
         (row, col), (to_row, to_col), size = self.source, self.destination, FLOATS[self.dtype].itemsize
         rows, cols, code = self.rank, self.length, self.source_dtype | self.dtype << 8
         if self.source_dtype == self.dtype and col == to_col == 1:
@@ -131,7 +131,7 @@ class _Pairs(NamedTuple):
         return 2 * 2 * _up(self.rank, RANKS) * vectors + 4 * FACTOR_WORDS * ceil(self.length, FACTORS)
 
     def job(self, to: int) -> list[int]:
-        """The segment that makes them at an address."""
+        """Return the segment that makes them at an address."""
         words = [0] * WORDS
         words[SOURCE], words[DESTINATION], words[ROWS], words[COLS] = self.address, to, self.length, self.rank
         words[SOURCE_STRIDE : SOURCE_STRIDE + 2] = self.strides
@@ -144,7 +144,6 @@ def repack(table: np.ndarray, device: torch.device, kernels: Sequence[Kernel[Any
 
     Args:
         table: packed segments.
-        device: of the tensors.
         kernels: that the table is assigned to.
     """
     dtype = products(table)
@@ -179,7 +178,7 @@ def repack(table: np.ndarray, device: torch.device, kernels: Sequence[Kernel[Any
 
 
 def _pairs(words: np.ndarray, word: int) -> _Pairs:
-    """lora_A or lora_B of a segment."""
+    """Return lora_A or lora_B of a segment."""
     dtype, rank = int(words[DTYPES]), int(words[RANK])
     if word == LORA_A:
         of_rank, of_vector = map(int, words[LORA_A_STRIDE : LORA_A_STRIDE + 2])
@@ -189,7 +188,7 @@ def _pairs(words: np.ndarray, word: int) -> _Pairs:
 
 
 def _half(words: np.ndarray, word: int, dtype: int) -> _Half:
-    """lora_A or lora_B of a segment, as it is and as it will be in this dtype."""
+    """Return lora_A or lora_B of a segment, as it is and as it will be in this dtype."""
     rank, size = int(words[RANK]), FLOATS[dtype].itemsize
     if word == LORA_A:
         row, col = map(int, words[LORA_A_STRIDE : LORA_A_STRIDE + 2])

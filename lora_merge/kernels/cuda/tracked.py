@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..backend import Moves
 from ..bindings import operators
 from ..bindings.layout import (
     BOX_COLS,
@@ -38,8 +37,6 @@ from .table import BlockShape, ceil, planes
 
 ARENA_CHUNK = 1024
 """Bytes of the arena that a warp takes at a time: an answer from memory for some forty units."""
-LEFT_OVER = 512
-"""All chunks together are less than this part of the weights, so smaller for small models: most of one may be left."""
 
 
 class TrackedPortable(Portable):
@@ -103,17 +100,12 @@ class _After(NamedTuple):
     streams: Streams
 
 
-class CudaTracked:
-    """`one_pass.Kernels` of a table. Units of all groups are numbered in a row; a segment's `key` is its first tile, or
-    box."""
+class CudaTracked(Kernels):
+    """See `Kernels`. A segment's `key` is its first tile, or box."""
 
     def __init__(self, segments: Sequence[Segment], table: np.ndarray, device: torch.device) -> None:
-        self.device = device
-        self.base_bytes = sum(s.source.nbytes for s in segments)
-        self.units = 0
+        super().__init__(segments, device)
         self._parts: list[_Part] = []
-        self._first: list[np.ndarray] = []
-        self._names: list[str] = []
         made = repack(table, device, TRACKED)
         self._before = launches_before(made, device, 2 * len(table))
         warps = 0
@@ -127,8 +119,7 @@ class CudaTracked:
             warps += kernel.warps * min(kernel.blocks * work.processors, arguments(launch)["n_units"])
         self._launches = [part.launch for part in self._parts]
         self.code_bytes = self.units * CODE_BYTES
-        self.chunk = min(ARENA_CHUNK, self.base_bytes // (LEFT_OVER * warps)) & ~3
-        self.slack = self.chunk * warps
+        self._share(ARENA_CHUNK, warps)
         self._streams = Streams(device, [made.memory, *tensors([*self._before, *self._launches])])
         self._after = _After(lambda: None, None, self._streams)
 
@@ -184,12 +175,6 @@ class CudaTracked:
                 return None
             launches.append(kernel.launch(work, shape))
         return launches
-
-    def moved(self, moves: Moves) -> bool:
-        return False  # memory of a GPU stays where it is
-
-    def names(self, units: Tensor) -> set[str]:
-        return {self._names[i] for i in np.searchsorted(np.concatenate(self._first), units.numpy(), side="right") - 1}
 
     def _number(self, table: np.ndarray, rows: int, cols: int) -> None:
         """Number tiles of `rows` x `cols`, along the columns first; groups begin at whole tiles of either kernel."""

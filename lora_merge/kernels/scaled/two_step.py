@@ -134,11 +134,7 @@ def _run(steps: Sequence[tuple[Launch, Launch]], stochastic: bool, seed: int) ->
 
 
 class Between:
-    """Memory of a device that plans use in turn; what it holds is of no use when a run has ended.
-
-    Args:
-        nbytes: how much.
-    """
+    """Memory of a device that plans use in turn; what it holds is of no use when a run has ended."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)

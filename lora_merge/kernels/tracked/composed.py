@@ -103,7 +103,7 @@ class ComposedTracked:
         return journal
 
     def _unmerge(self, block: list[Segment], journal: _Journal) -> set[str]:
-        """Returns the names of those that are not what was written, and stay it."""
+        """Restore a block; return the names of those that are not what was written, and stay it."""
         merged, merged_parts = _like(block)
         _copy(merged_parts, [s.source for s in block])
         written = (_sums(merged, merged_parts) == journal.sums).tolist()

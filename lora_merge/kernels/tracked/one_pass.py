@@ -15,24 +15,28 @@ by none; without room it stays the base, and the second launch is that of any me
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..backend import Moves, Tracked, idle, in_two_passes
 from ..bindings.layout import SECOND_ARENA
+from ..segments import Segment
 
 FIRST_ROOM = 64
 """The first arena is this part of the bases' bytes: enough for updates up to a tenth of the weights."""
 SPARE = 16
 """Later ones hold what escaped the last time, and this part of it."""
+LEFT_OVER = 512
+"""All chunks together are less than this part of the weights, so smaller for small models: most of one may be left."""
 
 
-class Kernels(Protocol):
-    """The kernels that such a backend offers for one table.
+class Kernels(ABC):
+    """The kernels that such a backend offers for one table. Units of work of all its launches are numbered in a row.
 
     Attributes:
         units: how many units of work there are.
@@ -42,31 +46,41 @@ class Kernels(Protocol):
         slack: bytes that are left over in chunks at most.
     """
 
-    units: int
-    code_bytes: int
-    base_bytes: int
-    chunk: int
-    slack: int
-    device: torch.device
+    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
+        self.device, self.base_bytes = device, sum(s.source.nbytes for s in segments)
+        self.units = self.code_bytes = self.chunk = self.slack = 0
+        self._names: list[str] = []  # of each rectangle, in the order of their units
+        self._first: list[np.ndarray] = []  # the numbers of their first units
 
+    def _share(self, most: int, sharers: int) -> None:
+        """Set `chunk`, to so many bytes at most, and `slack`, for so many that take room by themselves."""
+        self.chunk = min(most, self.base_bytes // (LEFT_OVER * sharers)) & ~3
+        self.slack = self.chunk * sharers
+
+    @abstractmethod
     def track(self, journal: Journal) -> None:
         """Merge every unit with a negative place that finds room in the arena."""
 
+    @abstractmethod
     def untrack(self, journal: Journal) -> None:
         """Bring back every unit that has a place in this arena and holds what was written; its place becomes -1."""
 
     def follows(self, before: Kernels) -> bool:
         """Return True if `retrack` serves these two tables, whose weights have to be the same."""
+        return False
 
     def retrack(self, before: Kernels, old: Journal, journal: Journal) -> None:
         """Do `before.untrack(old)`, and `track(journal)` of the units that it brought back, in one pass. The two share
         all but the arena."""
+        raise NotImplementedError
 
     def names(self, units: Tensor) -> set[str]:
         """Return the names of the weights that units, by number, belong to."""
+        return {self._names[i] for i in np.searchsorted(np.concatenate(self._first), units.numpy(), side="right") - 1}
 
     def moved(self, moves: Moves) -> bool:
-        """Do `Tracked.moved`."""
+        """Do `Tracked.moved`; memory of a GPU stays where it is."""
+        return False
 
 
 @dataclass(slots=True)

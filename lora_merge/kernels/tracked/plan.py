@@ -152,7 +152,7 @@ class TrackedPlan:
 
 
 def _check_restored(changed: set[str]) -> None:
-    """Raises NotRestored with the names of weights that others wrote."""
+    """Raise NotRestored with the names of weights that others wrote."""
     names = sorted(changed)
     if names:
         more = f" and {len(names) - 10} more" if len(names) > 10 else ""

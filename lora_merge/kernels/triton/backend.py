@@ -80,5 +80,5 @@ def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> TwoStepSca
 
 
 def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> OnePassTracked:
-    """One pass each way."""
+    """Lay out one pass each way."""
     return OnePassTracked(TritonTracked(segments, device))

@@ -40,35 +40,20 @@ PLACE, CODE = tl.constexpr(segments.PLACE), tl.constexpr(segments.CODE)
 ABSMAX, BLOCK = tl.constexpr(segments.ABSMAX), tl.constexpr(segments.BLOCK)
 ABSMAX_CODE, ABSMAX_SCALE = tl.constexpr(segments.ABSMAX_CODE), tl.constexpr(segments.ABSMAX_SCALE)
 ABSMAX_BLOCK, ABSMAX_OFFSET = tl.constexpr(segments.ABSMAX_BLOCK), tl.constexpr(segments.ABSMAX_OFFSET)
-CODES4, INT8 = tl.constexpr(segments.FORMATS["Codes4"]), tl.constexpr(segments.FORMATS["Int8"])
+INT8 = tl.constexpr(segments.FORMATS["Int8"])
 INT8_STEP = tl.constexpr(packed.INT8_STEP)
 UNIT_BEGIN, UNITS_ACROSS = tl.constexpr(segments.UNIT_BEGIN), tl.constexpr(segments.UNITS_ACROSS)
 
 
 @triton.jit(do_not_specialize=["units", "seed"])
 def run_table(
-    table,
-    unit_segment,
-    units: tl.int32,
-    seed: tl.int64,
-    SOURCE_T: tl.constexpr,
-    DESTINATION_T: tl.constexpr,
-    LORA_A_T: tl.constexpr,
-    LORA_B_T: tl.constexpr,
-    ALIGN: tl.constexpr,
-    LORA_ALIGN: tl.constexpr,
-    RANK_BLOCKS: tl.constexpr,
-    SCALED: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    FORMAT: tl.constexpr,
-    NESTED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    """Tiles of segments, one after the other.
+    table, unit_segment, units: tl.int32, seed: tl.int64,
+    SOURCE_T: tl.constexpr, DESTINATION_T: tl.constexpr, LORA_A_T: tl.constexpr, LORA_B_T: tl.constexpr,
+    ALIGN: tl.constexpr, LORA_ALIGN: tl.constexpr, RANK_BLOCKS: tl.constexpr, SCALED: tl.constexpr,
+    STOCHASTIC: tl.constexpr, FORMAT: tl.constexpr, NESTED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Merge tiles of segments, one after the other.
 
     Args:
         table: int64 `[S, WORDS]`.
@@ -111,23 +96,12 @@ def run_table(
 
 @triton.jit
 def row_norms(
-    table,
-    unit_segment,
-    out,
-    SOURCE_T: tl.constexpr,
-    LORA_A_T: tl.constexpr,
-    LORA_B_T: tl.constexpr,
-    ALIGN: tl.constexpr,
-    LORA_ALIGN: tl.constexpr,
-    RANK_BLOCKS: tl.constexpr,
-    FORMAT: tl.constexpr,
-    NESTED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Squared norms of a block of rows, all columns in order; the word UNITS_ACROSS says where a segment's begin."""
+    table, unit_segment, out,
+    SOURCE_T: tl.constexpr, LORA_A_T: tl.constexpr, LORA_B_T: tl.constexpr, ALIGN: tl.constexpr,
+    LORA_ALIGN: tl.constexpr, RANK_BLOCKS: tl.constexpr, FORMAT: tl.constexpr, NESTED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Compute squared norms of a block of rows, all columns in order; UNITS_ACROSS says where a segment's begin."""
     unit = tl.program_id(0)
     segment = table + tl.load(unit_segment + unit).to(tl.int64) * WORDS
     i = (unit - tl.load(segment + UNIT_BEGIN)) * TILE_M + tl.arange(0, TILE_M)
@@ -151,17 +125,10 @@ def row_norms(
 
 @triton.jit
 def weights(
-    segment,
-    i,
-    j,
-    mask,
-    SOURCE_T: tl.constexpr,
-    ALIGN: tl.constexpr,
-    FORMAT: tl.constexpr,
-    NESTED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
-    """Elements (i, j) of the source, or what its codes stand for (packed.py); zeros outside of the mask.
+    segment, i, j, mask,
+    SOURCE_T: tl.constexpr, ALIGN: tl.constexpr, FORMAT: tl.constexpr, NESTED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Return elements (i, j) of the source, or what its codes stand for (packed.py); zeros outside of the mask.
 
     Args:
         FORMAT: code of the source's format, as in `layout.FORMATS`.
@@ -203,7 +170,7 @@ def weights(
 
 @triton.jit
 def corner(table, unit_segment, unit, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """A unit's segment, and the first row and column (int64: a run of bytes is one long row) of its tile."""
+    """Return a unit's segment, and the first row and column (int64: a run of bytes is one long row) of its tile."""
     segment = table + tl.load(unit_segment + unit).to(tl.int64) * WORDS
     local = (unit - tl.load(segment + UNIT_BEGIN)).to(tl.int32)
     across = tl.load(segment + UNITS_ACROSS).to(tl.int32)
@@ -212,16 +179,9 @@ def corner(table, unit_segment, unit, TILE_M: tl.constexpr, TILE_N: tl.constexpr
 
 @triton.jit
 def ahead(
-    table,
-    unit_segment,
-    unit,
-    units,
-    DTYPE: tl.constexpr,
-    ALIGN: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
+    table, unit_segment, unit, units,
+    DTYPE: tl.constexpr, ALIGN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     """Ask for a tile's weights, if there is such a unit."""
     if AHEAD > 0 and ALIGN > 1:  # noqa: SIM102  the compiler knows this, and the GPU the next
         if unit < units:
@@ -231,15 +191,9 @@ def ahead(
 
 @triton.jit
 def ask(
-    segment,
-    row,
-    column,
-    DTYPE: tl.constexpr,
-    ALIGN: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
+    segment, row, column,
+    DTYPE: tl.constexpr, ALIGN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     """Ask for a tile's weights."""
     if AHEAD > 0 and ALIGN > 1:
         STEP: tl.constexpr = AHEAD * 8 // DTYPE.primitive_bitwidth
@@ -259,13 +213,13 @@ def prefetch(at):
 
 @triton.jit
 def extent(word, ALIGN: tl.constexpr):
-    """A number of the table, known to the compiler as a multiple of ALIGN."""
+    """Return a number of the table, known to the compiler as a multiple of ALIGN."""
     return tl.multiple_of(tl.load(word), ALIGN)
 
 
 @triton.jit
 def pointers(address, strides, i, j, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """Pointers to elements (i, j) of a view."""
+    """Return pointers to elements (i, j) of a view."""
     base = tl.load(address).to(tl.pointer_type(DTYPE))
     if ALIGN > 1:
         return tl.multiple_of(base, 16) + i[:, None] * extent(strides, ALIGN) + j[None, :]
@@ -282,18 +236,11 @@ def scaling_of(segment):
 
 @triton.jit
 def products(
-    segment,
-    i,
-    j,
-    A_T: tl.constexpr,
-    B_T: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """float32 `lora_B[i] @ lora_A[:, j]`."""
+    segment, i, j,
+    A_T: tl.constexpr, B_T: tl.constexpr, ALIGN: tl.constexpr, BLOCKS: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return float32 `lora_B[i] @ lora_A[:, j]`."""
     total = _block(segment, i, j, 0, A_T, B_T, ALIGN, TILE_M, TILE_N, BLOCK_K)
     for block in range(1, BLOCKS):
         # fma, not an addition: that would be drawn into the matrix unit's own sum.
@@ -303,18 +250,11 @@ def products(
 
 @triton.jit
 def _block(
-    segment,
-    i,
-    j,
-    block,
-    A_T: tl.constexpr,
-    B_T: tl.constexpr,
-    ALIGN: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
+    segment, i, j, block,
+    A_T: tl.constexpr, B_T: tl.constexpr, ALIGN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-):
-    """The same over one block of the rank."""
+):  # fmt: skip
+    """Return the same over one block of the rank."""
     rank = extent(segment + RANK, ALIGN)
     k = block * BLOCK_K + tl.arange(0, BLOCK_K)
     in_rows, in_cols = i < tl.load(segment + ROWS), j < extent(segment + COLS, ALIGN)
@@ -327,7 +267,7 @@ def _block(
 
 @triton.jit
 def _product(b, a, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """float32 `b @ a`."""
+    """Return float32 `b @ a`."""
     large = tl.zeros([TILE_M, TILE_N], tl.float32)
     if a.dtype == b.dtype and a.dtype != tl.float32:
         return _dot(b, a, large, a.dtype)
@@ -351,7 +291,7 @@ def _product(b, a, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 
 @triton.jit
 def _split(x):
-    """Up to three values of 8 bits each that add up to a tile exactly (to NaN for infinity)."""
+    """Return up to three values of 8 bits each that add up to a tile exactly (to NaN for infinity)."""
     if x.dtype == tl.bfloat16:
         return (x,)
     else:
@@ -373,7 +313,7 @@ def _split(x):
 
 @triton.jit
 def _dot(b, a, total, DTYPE: tl.constexpr):
-    """`total + b @ a` of values that DTYPE holds."""
+    """Return `total + b @ a` of values that DTYPE holds."""
     if INTERPRETED:
         return total + tl.sum(float32(b)[:, :, None] * float32(a)[None, :, :], axis=1)
     else:
@@ -390,7 +330,7 @@ def float32(x):
 
 @triton.jit
 def nearest(x, DTYPE: tl.constexpr):
-    """float32 to nearest, ties to even."""
+    """Return float32 to nearest, ties to even."""
     if INTERPRETED and DTYPE == tl.bfloat16:
         word = x.to(tl.uint32, bitcast=True)
         rounded = (word + 0x7FFF + ((word >> 16) & 1)) >> 16

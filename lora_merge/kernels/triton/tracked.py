@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from ..backend import Moves
 from ..segments import DTYPES, FLOATS, KEY, UNIT_BEGIN, Segment, name_key, pack
 from ..tracked.composed import keeping_denormals
 from ..tracked.one_pass import Journal, Kernels
@@ -19,8 +17,6 @@ from .table import Variant, groups, streams_of, tracked_code_bytes, tracked_vari
 ARENA_CHUNK = 16384
 """Bytes of the arena that a program takes at a time: an answer from memory for some 160 tiles with updates a tenth of
 the weights."""
-LEFT_OVER = 512
-"""All chunks together are less than this part of the weights, so smaller for small models: most of one may be left."""
 
 
 class _Group(NamedTuple):
@@ -38,16 +34,12 @@ class _Group(NamedTuple):
             kernel[grid](table, unit_segment, codes, j.records, arena, j.counter, *numbers, **options)
 
 
-class TritonTracked:
-    """`one_pass.Kernels` of a table. Tiles of all launches are numbered in a row."""
+class TritonTracked(Kernels):
+    """See `Kernels`. One follows another in two passes."""
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
-        self.device = device
-        self.base_bytes = sum(s.source.nbytes for s in segments)
-        self.units = 0
+        super().__init__(segments, device)
         self._groups: list[_Group] = []
-        self._first: list[np.ndarray] = []
-        self._names: list[str] = []
         name_of = {name_key(s.name): s.name for s in segments}
         programs = 0
         for table, constants in groups(pack(segments)):
@@ -57,8 +49,7 @@ class TritonTracked:
             self.units += len(self._groups[-1].variant.unit_segment)
             programs += self._groups[-1].variant.grid[0]
         self.code_bytes = self.units * tracked_code_bytes()
-        self.chunk = min(ARENA_CHUNK, self.base_bytes // (LEFT_OVER * programs)) & ~3
-        self.slack = self.chunk * programs
+        self._share(ARENA_CHUNK, programs)
         self._streams = streams_of([group.variant for group in self._groups], device)
 
     def track(self, journal: Journal) -> None:
@@ -70,18 +61,6 @@ class TritonTracked:
         from .tracked_kernels import untrack
 
         self._run(untrack, journal)
-
-    def follows(self, before: Kernels) -> bool:
-        return False  # in two passes
-
-    def retrack(self, before: Kernels, old: Journal, journal: Journal) -> None:
-        raise NotImplementedError
-
-    def moved(self, moves: Moves) -> bool:
-        return False  # memory of a GPU stays where it is
-
-    def names(self, units: Tensor) -> set[str]:
-        return {self._names[i] for i in np.searchsorted(np.concatenate(self._first), units.numpy(), side="right") - 1}
 
     def _run(self, kernel: Any, journal: Journal) -> None:
         self._streams.join()

@@ -50,29 +50,12 @@ NEVER = ["units", "first", "room", "chunk"]
 
 @triton.jit(do_not_specialize=NEVER)
 def track(
-    table,
-    unit_segment,
-    codes,
-    records,
-    arena,
-    counter,
-    units: tl.int64,
-    first: tl.int64,
-    room: tl.int64,
+    table, unit_segment, codes, records, arena, counter, units: tl.int64, first: tl.int64, room: tl.int64,
     chunk: tl.int64,
-    SOURCE_T: tl.constexpr,
-    WORD_T: tl.constexpr,
-    LORA_A_T: tl.constexpr,
-    LORA_B_T: tl.constexpr,
-    ALIGN: tl.constexpr,
-    LORA_ALIGN: tl.constexpr,
-    RANK_BLOCKS: tl.constexpr,
-    SCALED: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
+    SOURCE_T: tl.constexpr, WORD_T: tl.constexpr, LORA_A_T: tl.constexpr, LORA_B_T: tl.constexpr, ALIGN: tl.constexpr,
+    LORA_ALIGN: tl.constexpr, RANK_BLOCKS: tl.constexpr, SCALED: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     """Merge the tiles that have no place in the arena and find room there.
 
     Args:
@@ -175,29 +158,12 @@ def track(
 
 @triton.jit(do_not_specialize=NEVER)
 def untrack(
-    table,
-    unit_segment,
-    codes,
-    records,
-    arena,
-    counter,
-    units: tl.int64,
-    first: tl.int64,
-    room: tl.int64,
+    table, unit_segment, codes, records, arena, counter, units: tl.int64, first: tl.int64, room: tl.int64,
     chunk: tl.int64,
-    SOURCE_T: tl.constexpr,
-    WORD_T: tl.constexpr,
-    LORA_A_T: tl.constexpr,
-    LORA_B_T: tl.constexpr,
-    ALIGN: tl.constexpr,
-    LORA_ALIGN: tl.constexpr,
-    RANK_BLOCKS: tl.constexpr,
-    SCALED: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
+    SOURCE_T: tl.constexpr, WORD_T: tl.constexpr, LORA_A_T: tl.constexpr, LORA_B_T: tl.constexpr, ALIGN: tl.constexpr,
+    LORA_ALIGN: tl.constexpr, RANK_BLOCKS: tl.constexpr, SCALED: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     """Bring back the tiles that have a place and hold what was written. Arguments: as for `track`."""
     SIZE: tl.constexpr = SOURCE_T.primitive_bitwidth // 8
     unit = tl.program_id(0).to(tl.int64)
@@ -257,20 +223,20 @@ def untrack(
 
 @triton.jit
 def _row_scale(segment, i):
-    """float32; 1 beyond the last row."""
+    """Return float32; 1 beyond the last row."""
     row_scale = tl.load(segment + ROW_SCALE).to(tl.pointer_type(tl.float32))
     return tl.load(row_scale + i, i < tl.load(segment + ROWS), other=1.0)
 
 
 @triton.jit
 def _columns(column, TILE_N: tl.constexpr):
-    """int32 `column + arange`, added in an order that leaves constants to the end: else each is kept in a register."""
+    """Return int32 `column + arange`, added so that constants come last: else each is kept in a register."""
     return tl.reshape((8 * tl.arange(0, TILE_N // 8))[:, None] + (column + tl.arange(0, 8))[None, :], [TILE_N])
 
 
 @triton.jit
 def _unscaled(merged, segment, i, SCALED: tl.constexpr):
-    """`W' / row_scale`. A factor of zero leaves nothing of W: one estimate is as good as any."""
+    """Return `W' / row_scale`. A factor of zero leaves nothing of W: one estimate is as good as any."""
     if SCALED:
         scale = _row_scale(segment, i)
         inverse = tl.where(scale == 0, 0.0, 1.0 / tl.where(scale == 0, 1.0, scale))
@@ -281,7 +247,7 @@ def _unscaled(merged, segment, i, SCALED: tl.constexpr):
 
 @triton.jit
 def _checksums(written, unit, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """int64 `[words]`, to be added up: all bits in words of 32, each times an odd number of 32 bits for its place.
+    """Return int64 `[words]`, summands: all bits in words of 32, each times an odd number of 32 bits of its place.
 
     In 64 bits no such product is lost, so a single element that differs is always found. The numbers of a word of codes
     and of a place in it come together by xor: were it a sum, rows in each other's place could add up to nothing. With
@@ -311,7 +277,7 @@ def _stir(x):
 
 @triton.jit
 def _lifted(word, SOURCE_T: tl.constexpr):
-    """int32 of an element's bits: of bf16 those of its float32. All else begins here, so that tiles are moved once."""
+    """Return int32 of an element's bits: of bf16 those of its float32. All else begins here: tiles move once."""
     if SOURCE_T == tl.bfloat16:
         return word.to(tl.int32) << 16
     else:
@@ -320,7 +286,7 @@ def _lifted(word, SOURCE_T: tl.constexpr):
 
 @triton.jit
 def _lowered(lifted, SOURCE_T: tl.constexpr):
-    """Back from it."""
+    """Undo `_lifted`."""
     if SOURCE_T == tl.bfloat16:
         return (lifted >> 16).to(tl.int16)
     elif SOURCE_T == tl.float16:
@@ -331,15 +297,16 @@ def _lowered(lifted, SOURCE_T: tl.constexpr):
 
 @triton.jit
 def _same_threads(lifted, product):
-    """Both as they are, but joined and split again, so that the compiler moves the weights to the threads that have the
-    products, once, and not each thing that is computed of them to where it came from. Triton 3.9 sees through it."""
+    """Return both as they are, but joined and split again, so that the compiler moves the weights to the threads that
+    have the products, once, and not each thing that is computed of them to where it came from. Triton 3.9 sees
+    through it."""
     lifted, bits = tl.split(tl.join(lifted, product.to(tl.int32, bitcast=True)))
     return lifted, bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _value(lifted, SOURCE_T: tl.constexpr):
-    """float32."""
+    """Return float32."""
     if SOURCE_T == tl.float16:
         return lifted.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
@@ -348,7 +315,7 @@ def _value(lifted, SOURCE_T: tl.constexpr):
 
 @triton.jit
 def _encode(lifted, estimate, SOURCE_T: tl.constexpr):
-    """int32, 0 to 3, of a base. For bf16 the estimate is not rounded: its distance is."""
+    """Return int32, 0 to 3, of a base. For bf16 the estimate is not rounded: its distance is."""
     away = lifted - _bits(estimate, SOURCE_T) + (0x18000 if SOURCE_T == tl.bfloat16 else 1)
     away = away.to(tl.uint32, bitcast=True)
     if SOURCE_T == tl.bfloat16:
@@ -360,7 +327,7 @@ def _encode(lifted, estimate, SOURCE_T: tl.constexpr):
 
 @triton.jit
 def _decode(estimate, code, SOURCE_T: tl.constexpr):
-    """int32, with the bits of W in its low part, where it did not escape."""
+    """Return int32, with the bits of W in its low part, where it did not escape."""
     if SOURCE_T == tl.bfloat16:
         lifted = estimate.to(tl.int32, bitcast=True) + (code << 16) - 0x8001
         return (lifted.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)
@@ -370,7 +337,7 @@ def _decode(estimate, code, SOURCE_T: tl.constexpr):
 
 @triton.jit
 def _bits(estimate, SOURCE_T: tl.constexpr):
-    """int32."""
+    """Return int32."""
     if SOURCE_T == tl.float16:
         return estimate.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
     else:
@@ -382,7 +349,7 @@ def _bits(estimate, SOURCE_T: tl.constexpr):
 
 @triton.jit
 def _pack(code, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """int32 `[words of a tile]`."""
+    """Return int32 `[words of a tile]`."""
     shift = 4 * tl.arange(0, 8)[:, None, None] + 2 * tl.arange(0, 2)[None, None, :]
     shifted = tl.reshape(code, [TILE_M, TILE_N // 64, 8, 4, 2]) << shift[None, None, :, :, :]
     return _by_word(shifted, TILE_M, TILE_N)
@@ -390,7 +357,7 @@ def _pack(code, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 
 @triton.jit
 def _unpack(words, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """int32 `[TILE_M, TILE_N]`, what `_pack` had."""
+    """Return int32 `[TILE_M, TILE_N]`, what `_pack` had."""
     shift = 4 * tl.arange(0, 8)[:, None, None] + 2 * tl.arange(0, 2)[None, None, :]
     words = tl.trans(tl.reshape(words, [2, TILE_N // 64, TILE_M // 16, 8, 4]), 2, 0, 3, 1, 4)
     words = tl.reshape(words, [TILE_M, TILE_N // 64, 1, 4, 1])
@@ -399,7 +366,7 @@ def _unpack(words, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 
 @triton.jit
 def _by_word(elements, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """`[words]` in the order of threads: the sum over each word of `[TILE_M, TILE_N // 64, 8, 4, 2 or 1]` elements.
+    """Return `[words]` in the order of threads, sums over words of `[TILE_M, TILE_N // 64, 8, 4, 2 or 1]` elements.
 
     That is the order in which Triton gives a row to threads; by rows of the tile, all words would change threads. A
     warp of the matrix unit has 16 rows, a thread of it every eighth one.
@@ -410,15 +377,15 @@ def _by_word(elements, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 
 @triton.jit
 def _codes_at(codes, unit, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """Pointers. Were they known to be adjacent, a thread would have four words side by side here, and single ones where
-    escapes are moved, and between the two all would be exchanged at every turn."""
+    """Return pointers. Were they known to be adjacent, a thread would have four words side by side here, and one each
+    where escapes are moved, and between the two all would be exchanged at every turn."""
     word = tl.max_contiguous(tl.arange(0, TILE_M * TILE_N // 16), 1)
     return codes + unit * (TILE_M * TILE_N // 16) + word
 
 
 @triton.jit
 def _first_element(TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """The row and the column in the tile of each word's first element."""
+    """Return the row and the column in the tile of each word's first element."""
     word = tl.arange(0, TILE_M * TILE_N // 16)
     row = word // 32 % (TILE_M // 16) * 16 + word // (TILE_M * TILE_N // 32) * 8 + word // 4 % 8
     return row, word // (2 * TILE_M) % (TILE_N // 64) * 64 + word % 4 * 2
@@ -428,7 +395,7 @@ def _first_element(TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 def _words_at(
     segment, row, column, WORD_T: tl.constexpr, ALIGN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr
 ):
-    """Pointers to the first element of each word, and how far apart columns are."""
+    """Return pointers to the first element of each word, and how far apart columns are."""
     i, j = _first_element(TILE_M, TILE_N)
     base = tl.load(segment + SOURCE).to(tl.pointer_type(WORD_T))
     stride = tl.load(segment + SOURCE_STRIDE)
@@ -438,7 +405,7 @@ def _words_at(
 
 @triton.jit
 def _inside(rows, cols, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """Of each word the codes of elements inside. So many rows and columns of the tile are; nothing else may escape."""
+    """Return masks of the codes inside: of so many rows and columns of the tile. Nothing else may escape."""
     i, j = _first_element(TILE_M, TILE_N)
     there = cols - j  # of its elements those before a certain one
     most = tl.minimum(tl.maximum((there + 7) // 8, 0), 8) + tl.minimum(tl.maximum((there + 6) // 8, 0), 8)
@@ -447,7 +414,7 @@ def _inside(rows, cols, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 
 @triton.jit
 def _ones(escapes):
-    """How many bits are set, of even ones."""
+    """Count the bits that are set, of even ones."""
     fours = (escapes & 0x33333333) + ((escapes >> 2) & 0x33333333)
     bytes = (fours & 0x0F0F0F0F) + ((fours >> 4) & 0x0F0F0F0F)
     return (bytes * 0x01010101 >> 24) & 0x1F
@@ -455,12 +422,12 @@ def _ones(escapes):
 
 @triton.jit
 def _totals(checksum, count, most, other_checksum, other_count, other_most):
-    """Two words' sums of checksums and counts, and the larger count."""
+    """Return two words' sums of checksums and counts, and the larger count."""
     return checksum + other_checksum, count + other_count, tl.maximum(most, other_most)
 
 
 @triton.jit
 def _next(escapes):
-    """How many columns after the first element the first one lies that escapes: a power of two's exponent is exact."""
+    """Return how many columns on the first one lies that escapes: a power of two's exponent is exact."""
     bit = ((escapes & -escapes).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
     return ((bit & 28) << 1) | ((bit >> 1) & 1)

@@ -174,13 +174,7 @@ def _bridge_pairs(name: str, adapter: Layer, part: str | None) -> list[Pair]:
         return [Pair(Half(a, a_cut), Half(b, b_cut), scaling, part)]
     experts = (a if a.dim() == 3 else b).shape[0]
     return [
-        Pair(
-            Half(a[e] if a.dim() == 3 else a, a_cut),
-            Half(b[e] if b.dim() == 3 else b, b_cut),
-            scaling,
-            part,
-            e,
-        )
+        Pair(Half(a[e] if a.dim() == 3 else a, a_cut), Half(b[e] if b.dim() == 3 else b, b_cut), scaling, part, e)
         for e in range(experts)
     ]
 

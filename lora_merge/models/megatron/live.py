@@ -51,7 +51,7 @@ class Megatron:
         merging = _larger(pg.tp, pg.expert_tp)
         self.merging = self.ranks if merging is None else Ranks(merging)
         self.device: torch.device | None = None
-        self.sharded = True
+        self.sharded, self.reader = True, None
         self._found: MegatronModel | None = None
         self._snapshots: dict[bool, Snapshot] = {}
         self._layers: list[nn.Module] = []

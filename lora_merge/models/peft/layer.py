@@ -39,7 +39,6 @@ class LayerReader(NamedTuple):
     """One layer that is being read.
 
     Args:
-        name: of the layer.
         base: the module inside it.
         active: its adapters that act in the forward.
     """

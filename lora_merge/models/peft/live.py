@@ -51,11 +51,12 @@ _cut: WeakSet[nn.Module] = WeakSet()
 class Peft:
     """A `Live` model with PEFT's adapters (or with none), plain, under FSDP or ZeRO-3."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.key = model
+    def __init__(self, model: nn.Module, reader: Any = None) -> None:
+        self.key, self.reader = model, reader
         self._seen: Snapshot | None = None
         with suppress(Exception):  # said by `snapshot`, when the ranks can agree on it
-            self._seen = again(model, sharded=True) if model in _cut else take(model, None)
+            of = {"adapters": reader is None}
+            self._seen = again(model, sharded=True, **of) if model in _cut else take(model, None, **of)
         self._layout = Layout(model, self._seen and Known(self._seen.modules, self._seen.kinds, self._seen.cut))
         (_cut.discard if self._layout.plain else _cut.add)(model)
         self.ranks = self.merging = self._layout.ranks()
@@ -84,11 +85,12 @@ class Peft:
         return walk(self.key)
 
     def snapshot(self, *, adapters: bool = True) -> Snapshot:
+        adapters = adapters and self.reader is None
         if adapters not in self._snapshots:
             layout = self._open()
             seen, self._seen = self._seen, None
             try:
-                if not adapters or seen is None or (seen.cut is None and not layout.plain):
+                if adapters != (self.reader is None) or seen is None or (seen.cut is None and not layout.plain):
                     seen = take(self.key, layout, adapters=adapters)
                 self._snapshots[adapters] = seen
             except Exception:
@@ -130,7 +132,7 @@ class Peft:
         return found
 
     def parts(self, *, adapters: bool, keep_tied: bool) -> dict[str, Part]:
-        found = self._read().deltas if adapters else []
+        found = self._read().deltas if adapters and self.reader is None else []
         # By place, not by name: a module that has several names has its adapter under each of them.
         deltas = {(id(d.owner), d.attribute): d for d in found}
         tensors = list(named_tensors(self.key, self._open().parameters))

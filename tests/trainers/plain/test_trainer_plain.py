@@ -14,6 +14,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
+from computed import computed
 from docs_code import names_of
 from engines import ask, assert_answers
 from launched import free_port
@@ -110,6 +111,43 @@ def test_transformers_trainer_and_a_resumed_run(llm: LLM, tmp_path: Path) -> Non
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert again.steps == [2, 3]
     assert again.answers[0] == seen.answers[2]
+
+
+def test_training_on_merged_weights(llm: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The engine holds what the trainer computes with at each step; the base is back at the end, also by an interrupt.
+    Lightning asks for a `state_dict` before any callback can bring the base back."""
+    merged = Options(train="merged", verify=True)
+    trainer = Trainer(model=policy(), args=arguments(tmp_path), train_dataset=Tokens())
+    before, seen, held = base_of(trainer.model), Seen(llm), dict[str, Tensor]()
+    with caplog.at_level(logging.INFO):
+        callback = attach(trainer, llm, options=merged)
+    assert caplog.text.count("trains on merged weights") == 1
+    push = callback._pusher.push
+
+    def pushed() -> Any:
+        report = push()
+        held.update({name: tensor.clone() for name, tensor in callback.sync._weights})
+        return report
+
+    callback._pusher.push = pushed
+    trainer.add_callback(seen)
+    with computed(trainer.model, lambda: held) as looked:
+        trainer.train()
+    assert seen.steps == [0, 1, 2, 3]
+    assert looked["forward"] >= looked["backward"] > 0
+    assert all(torch.equal(p, before[n]) for n, p in base_of(trainer.model).items())
+
+    class Interrupts(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            kwargs["model"](input_ids=torch.tensor([[1, 2]]))
+            raise KeyboardInterrupt
+
+    trainer.add_callback(Interrupts())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert all(torch.equal(p, before[n]) for n, p in base_of(trainer.model).items())
+    with pytest.raises(InvalidInput, match="train='merged' is not for Lightning"):
+        LightningPush(llm, model=lambda module: module, options=merged)
 
 
 @pytest.mark.parametrize(("every", "pushes"), [(2, [0, 2, 4, 5]), (3, [0, 3, 5])])

@@ -34,7 +34,7 @@ from trl_training import (
 )
 
 import lora_merge.integrations.trl as lm
-from lora_merge import InvalidInput, MergedWeights
+from lora_merge import MergedWeights
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 no_leftovers = engines.no_leftovers
@@ -94,23 +94,6 @@ def test_grpo(
     assert f"lora_merge takes over VLLMGeneration.sync_weights: {mode} pushes" in capfd.readouterr().err
     rollout.sync_weights()
     assert_answers(ask(kept[0]), policy(base, trainer.model.state_dict(), lora()))
-
-
-def test_grpo_on_merged_weights(base: Path, trainer_of: TrainerOf) -> None:
-    """The trainer computes with what is served: ratios stay at 1; the base is back bit for bit when training ends."""
-    trainer = trainer_of(peft=lora())
-    before = base_weights(trainer.model)
-    rollout = lm.attach(trainer, train="merged", check=True, verify=True)
-    assert rollout is not None
-    trainer.train()
-    assert changed(trainer.model, before) == 0
-    assert_all_ratios(trainer, 3)
-    assert logged(trainer, "lora_merge/merged") == 3 * [1.0]
-    rollout.sync_weights()
-    assert_answers(ask(kept[0]), policy(base, trainer.model.state_dict(), lora()))
-    rollout.detach()
-    with pytest.raises(InvalidInput, match="lora_dropout"):
-        lm.attach(trainer_of(peft=lora(lora_dropout=0.05)), train="merged")
 
 
 def several(base: Path) -> PeftModel:

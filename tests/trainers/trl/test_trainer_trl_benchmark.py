@@ -29,7 +29,7 @@ def test_whole_steps(tmp_path: Path) -> None:
 def test_whole_steps_in_all_ways(tmp_path: Path) -> None:
     record, printed = ran("step", tmp_path, "--shape", "tiny", "--device", "cpu", "--steps", "2")
     drift = {name: way["drift"] for name, way in record["ways"].items()}
-    assert drift.keys() == {"trl", "adapter", "merged"}
+    assert drift.keys() == {"trl", "adapter", "merged", "trained"}
     assert drift.pop("trl") > 0.1
     assert not any(drift.values()), drift
-    assert printed.count("%)") == 2, "both are compared with TRL's own way"
+    assert printed.count("%)") == 3, "each is compared with TRL's own way"

@@ -99,9 +99,13 @@ SCRIPTS = [("grpo", "merged"), ("rloo", "adapter"), ("distillation", "merged"), 
 def test_command_line(script: str, mode: str, base: Path, tmp_path: Path) -> None:
     environment = {"LORA_MERGE_MODE": mode} | ({"LORA_MERGE_CHECK": "1"} if script == "grpo" else {})
     flags = {"distillation": ["--teacher_model_name_or_path", str(base)], "grpo": ["--disable_dropout"]}.get(script, [])
+    trained = (script, mode) == ("grpo", "merged")
+    if trained:
+        environment["LORA_MERGE_TRAIN"] = "merged"
     printed, history = command_line(script, base, tmp_path, "--vllm_mode", "colocate", *flags, **environment)
     line = f"lora_merge takes over VLLMGeneration.sync_weights: {mode} pushes into the colocated engine of TRL"
     assert printed.count(line) == 1
+    assert printed.count("lora_merge trains the policy of TRL 1.16.0 on its merged weights") == int(trained)
     assert [entry["lora_merge/version"] for entry in history] == [1, 2]
     assert [entry["lora_merge/merged"] for entry in history] == 2 * [float(mode == "merged")]
     if script == "grpo":  # TRL's engine computes in half precision here, the trainer in float32
@@ -120,7 +124,8 @@ def test_qlora(base: Path, tmp_path: Path) -> None:
 
 
 def test_server(base: Path, tmp_path: Path) -> None:
-    """TRL's script on two ranks, and a real server, which answers TRL's own client; trl_rewards.py replaces NCCL."""
+    """TRL's script on two ranks, which train on merged weights, and a real server, which answers TRL's own client;
+    trl_rewards.py replaces NCCL."""
     from tests.vllm.test_vllm_processes import Server
 
     server = Server(base, tmp_path / "server.log", "--logprobs-mode", "processed_logprobs", tokenizer=True)
@@ -133,6 +138,7 @@ def test_server(base: Path, tmp_path: Path) -> None:
             *("--vllm_mode", "server", "--vllm_server_base_url", server.url, "--disable_dropout"),
             launcher=TORCHRUN,
             LORA_MERGE_CHECK="1",
+            LORA_MERGE_TRAIN="merged",
             TRL_STREAMS=str(tmp_path),
             TRL_BASE=str(base),
         )

@@ -10,11 +10,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 if find_spec("verl") is None:
     pytest.skip("verl's tests run in an environment of their own", allow_module_level=True)
 
 import verl_model
+from helpers import assert_same_bits
 from vllm_name import folder as vllm_by_name
 
 from tests.trainers.verl.test_trainer_verl import entry_points, environment  # noqa: F401
@@ -160,12 +162,33 @@ def test_streams_into_verl(place: Path, streamed: str, capsys: pytest.CaptureFix
     assert told(place, 2, "tensors") == {1: 27, 2: 27}
 
 
+def saved_base(place: Path, steps: int) -> dict[str, torch.Tensor]:
+    """The base in a checkpoint of verl's, each rank's share."""
+    found = {}
+    for rank in range(2):
+        file = place / "checkpoints" / f"global_step_{steps}" / "actor" / f"model_world_size_2_rank_{rank}.pt"
+        for name, shard in torch.load(file, weights_only=False).items():
+            if "lora_" not in name:
+                found[f"{rank} {name}"] = getattr(shard, "_local_tensor", shard)
+    return found
+
+
 @pytest.mark.usefixtures("streamed")
 def test_pushes_and_resumes(place: Path, entry_points: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     """verl goes on from its own checkpoint, of the run before, with whole pushes into its servers: the adapter is there
-    once, and every element of the engines was written."""
+    once, and every element of the engines was written. It trains on merged weights, beside a reference policy; a
+    checkpoint of it has the bits of the base."""
     assert (place / "checkpoints" / "global_step_2").exists(), "the run before left no checkpoint"
-    printed = train(place, 4, PUSHED, entry_points=entry_points, LORA_MERGE_VERIFY="1", LORA_MERGE_DTYPE="float32")
+    settings = {"LORA_MERGE_VERIFY": "1", "LORA_MERGE_DTYPE": "float32", "LORA_MERGE_TRAIN": "merged"}
+    reference = "actor_rollout_ref.actor.use_kl_loss=True"
+    printed = train(place, 4, PUSHED, reference, entry_points=entry_points, **settings)
+    assert printed.count("lora_merge trains the policy of verl 0.9.1 on its merged weights") == 1
+    before, after = saved_base(place, 2), saved_base(place, 4)
+    assert before.keys() == after.keys()
+    for name, shard in before.items():
+        assert_same_bits(after[name], shard, name)
+    lines = [json.loads(line) for line in (place / "4.jsonl").read_text().splitlines()]
+    assert all(line["data"]["actor/kl_loss"] > 0 for line in lines if line["step"] > 2), "the reference is the policy"
     assert len(re.findall(r"lora_merge: merged@\d over shm: 27 tensors", printed)) == 3
     assert_one_policy(place, range(3, 5), capsys)
     assert told(place, 4, "coverage") == {3: 1.0, 4: 1.0}

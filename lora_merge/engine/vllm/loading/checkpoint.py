@@ -32,7 +32,6 @@ class Kept:
     mapped; writing into these files does.
 
     Args:
-        files: that were just read.
         where: they lie, in words.
     """
 

@@ -70,7 +70,6 @@ class Scheme:
         """Return what the checkpoint holds of a weight: values and scales, each with its name.
 
         Args:
-            name: of the weight.
             weight: `[rows, cols]`, in a dtype of 16 or 32 bits; on any device, "meta" too.
         """
         values, scales = _deepseek(weight) if self.by_kernel else self._symmetric(weight)

@@ -22,6 +22,7 @@ from ....kernels.plan import Plan
 from ....kernels.scaled.weights import SCALED_FROM, Group, Scaled, trials
 from ....kernels.segments import FP8, copies
 from ....shards import cut
+from ....stream.buckets import dtype_name
 from ....stream.direct_targets import DirectTargets
 from ...worker.dry_run import Copy, Record
 from .. import internals
@@ -375,7 +376,7 @@ def _read(loading: _Loading) -> dict[str, _Weight]:
 
 
 def _layout(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} by {list(tensor.stride())}"
+    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)} by {list(tensor.stride())}"
 
 
 def _as_loaded(tensor: Tensor, meta: Tensor) -> Tensor | None:

@@ -163,11 +163,7 @@ def _shared_with_other_engines(method: Any) -> bool:
 class QuantisingPeers:
     """The workers that quantise a layer together: a scale belongs to the whole of a matrix that is cut, and vLLM (0.32)
     takes the largest element over all of them. A worker that failed would leave the others waiting for ever, so before
-    each of these layers every worker reports that it is there, or that it has failed.
-
-    Args:
-        modules: of the worker's model.
-    """
+    each of these layers every worker reports that it is there, or that it has failed."""
 
     def __init__(self, modules: Modules) -> None:
         self._modules = modules

@@ -58,7 +58,6 @@ class Loader(loader.Loader):
     Args:
         modules: of the live vLLM model, LoRA wrappers and all.
         model_config: vLLM's.
-        device: of the worker.
     """
 
     def __init__(self, modules: Modules, model_config: Any, device: torch.device) -> None:
@@ -131,10 +130,7 @@ class Loader(loader.Loader):
         return capture, refused | unfit
 
     def load_layers(
-        self,
-        report: DryRunReport,
-        layers: Sequence[tuple[nn.Module, frozenset[str]]],
-        tensor: Callable[[str], Tensor],
+        self, report: DryRunReport, layers: Sequence[tuple[nn.Module, frozenset[str]]], tensor: Callable[[str], Tensor]
     ) -> None:
         self._reload = Reload(layers, report.touched, self.device.type, self.peers)
         done: set[str] = set()

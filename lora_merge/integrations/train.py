@@ -1,0 +1,75 @@
+"""Trains a trainer's policy on its merged weights, from the beginning of `train` to its end, whichever way it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from transformers import TrainerCallback
+
+from ..training.check import check_trainable
+from ..training.session import Training, train_merged
+
+
+class TrainsMerged(TrainerCallback):
+    """Switches training on merged weights on when the model is wrapped and a checkpoint is loaded, and off when
+    training ends. The base is back while a checkpoint is saved.
+
+    Callbacks do not see a training that ends by an exception: `closing` does.
+
+    Args:
+        model: the trainer's, as it was made.
+
+    Raises:
+        InvalidInput, UnsupportedAdapter: it cannot be trained so; nothing was changed.
+    """
+
+    def __init__(self, model: Any) -> None:
+        check_trainable(model)
+        self.training: Training | None = None
+
+    def closing(self, train: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a trainer's `train` after which the base is back, also after an exception or an interrupt."""
+
+        @wraps(train)
+        def trained(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return train(*args, **kwargs)
+            finally:
+                self.close()
+
+        return trained
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Begin."""
+        self.close()
+        self.training = train_merged(model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Bring the base back for a checkpoint, whose writers may ask for a `state_dict` of the whole model."""
+        if control.should_save:
+            self.pause()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Bring the base back, as in `on_step_end`."""
+        self.on_step_end(args, state, control)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Bring the base back: after an evaluation that is the best one yet a checkpoint may follow."""
+        self.pause()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Bring the base back."""
+        self.close()
+
+    def pause(self) -> None:
+        """Bring the base back until the next forward."""
+        if self.training is not None:
+            self.training.pause()
+
+    def close(self) -> None:
+        """Bring the base back, where this has not been done."""
+        training, self.training = self.training, None
+        if training is not None:
+            training.close()
