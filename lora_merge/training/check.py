@@ -11,7 +11,6 @@ from ..errors import InvalidInput
 from ..kernels.plan import ROUNDINGS
 from ..models.live import check_model
 from ..models.pausing import is_trained
-from ..names import innermost
 from ..shards.layout import Layout
 from .layers import acting, layers_of
 
@@ -34,9 +33,8 @@ def check_trainable(model: nn.Module, rounding: str = "nearest") -> None:
     if any(is_trained(layer) for _, layer in found):
         raise InvalidInput("this model is being trained on merged weights already: close() that training first")
     for name, layer in found:
-        acting(name, layer)
-        weight = innermost(layer).weight
-        if rounding == "stochastic" and weight.dtype == torch.float32:
+        weights = acting(name, layer).weights
+        if rounding == "stochastic" and any(weight.dtype == torch.float32 and weight.ndim > 1 for weight in weights):
             raise InvalidInput(
                 f"{name}.weight is float32, of which rounding={rounding!r} rounds nothing: what is served in 16 bits "
                 'would not be what is trained. Keep the base in bfloat16, or train and push with rounding="nearest"'

@@ -18,6 +18,7 @@ from . import straight
 _TUNER_LAYER = "peft.tuners.tuners_utils.BaseTunerLayer"
 _LAYERS = "peft.tuners.lora.layer."
 _LINEAR, _EMBEDDING = _LAYERS + "Linear", _LAYERS + "Embedding"
+PARAMETER = _LAYERS + "ParamWrapper"
 _CONVS = tuple(f"{_LAYERS}Conv{n}d" for n in (1, 2, 3))
 _TOKENS = "peft.tuners.trainable_tokens.layer.TrainableTokensLayer"
 _VARIANTS = "peft.tuners.lora.variants."
@@ -121,6 +122,7 @@ _WAYS: dict[str, Callable[[Acting, str, float, Tensor, Tensor, Ready], Tensor]] 
     _EMBEDDING: _embedding,
     **dict.fromkeys(_CONVS, _recomputed),
     _TOKENS: _tokens,
+    PARAMETER: lambda acting, adapter, scaling, y, x, ready: y,  # experts.py has seen to it
 }
 """How the output of a layer leads back to the parameters of an adapter, by class of PEFT's."""
 
@@ -137,8 +139,8 @@ def acting(name: str, layer: Any) -> Acting:
         return Acting(layer, (), (), (), ())
     if path not in _WAYS:
         raise UnsupportedAdapter(
-            f"{name}: a {path} cannot be trained on merged weights yet, only LoRA on Linear, Embedding and Conv "
-            "layers and trainable tokens: train this model with PEFT's forward, and serve it merged"
+            f"{name}: a {path} cannot be trained on merged weights yet, only LoRA on Linear, Embedding, Conv "
+            "layers and parameters, and trainable tokens: train this model with PEFT's forward, and serve it merged"
         )
     there = layer.trainable_tokens_delta if path == _TOKENS else layer.scaling
     adapters = tuple(sorted(a for a in layer.active_adapters if a in there))

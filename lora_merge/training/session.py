@@ -21,6 +21,7 @@ from ..models.steps import stepped, steps
 from ..shards.ranks import Ranks
 from .check import check_trainable, tops
 from .dora import with_rows, zero_rows
+from .experts import Holders
 from .layers import Acting, acting, layers_of
 
 _VERSION = attrgetter("_version")
@@ -98,11 +99,13 @@ class Training:
         self._layers: dict[nn.Module, Acting] = {}
         self._guards: list[tuple[Sequence[nn.Module], Iterable[str]]] = []
         self._hooked: set[int] = set()
-        self._depth = 0
+        self._holders = Holders(self._standing)
+        self._outermost: nn.Module | None = None
         self._busy = False
         self._closed = False
         check_trainable(model, rounding)
-        for module in tops(model, [layer for _, layer in layers_of(model)]):
+        self._tops = tops(model, [layer for _, layer in layers_of(model)])
+        for module in self._tops:
             note_training(module, self)
             self._hooks.append(module.register_forward_pre_hook(self._enter_model, prepend=True))
             self._hooks.append(module.register_forward_hook(self._leave_model, always_call=True))
@@ -167,6 +170,7 @@ class Training:
             for hook in self._hooks:
                 hook.remove()
             self._hooks.clear()
+            self._holders.release()
             layers = [layer for _, layer in layers_of(self._model)]
             for module in [*tops(self._model, layers), *layers]:
                 note_training(module, None)
@@ -253,8 +257,9 @@ class Training:
             raise
         self.merges += 1
 
-    def _hook(self, layers: Iterable[nn.Module]) -> None:
+    def _hook(self, layers: dict[nn.Module, Acting]) -> None:
         """Have layers look for changes before they are called, and give adapters their gradients after."""
+        self._holders.cover(layers.values())
         for layer in layers:
             if id(layer) not in self._hooked:
                 self._hooked.add(id(layer))
@@ -292,13 +297,17 @@ class Training:
 
     @untraced
     def _enter_model(self, module: nn.Module, args: Any) -> None:
-        self._depth += 1
-        if self._depth == 1 and not self._closed and not self._elsewhere():
+        # A module that is entered stands in no forward of those inside it: such a one was interrupted (Ctrl-C).
+        if self._closed or self._outermost in self._tops[: self._tops.index(module)]:
+            return
+        self._outermost = module
+        if not self._elsewhere():
             self._refresh()
 
     @untraced
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._depth = max(self._depth - 1, 0)
+        if module is self._outermost:
+            self._outermost = None
 
     def _elsewhere(self) -> bool:
         """Return True inside a `merged` block of the user's, which leaves nothing to do here."""
@@ -306,7 +315,8 @@ class Training:
 
     def _before_layer(self, layer: nn.Module, args: Any) -> None:
         """Merge where a part of the model is called by itself, after a change that no forward of the whole has seen."""
-        if torch.compiler.is_compiling() or self._closed or self._busy or self._depth or self._elsewhere():
+        within = self._closed or self._busy or self._outermost is not None
+        if torch.compiler.is_compiling() or within or self._elsewhere():
             return
         now = self._merged
         if now is None or now.may_be_written:
@@ -317,6 +327,10 @@ class Training:
         if self._merged is None or not torch.is_grad_enabled():
             return None
         return self._layers[layer].attach(output, args[0] if args else next(iter(kwargs.values())), self._ready())
+
+    def _standing(self) -> Callable[[], None] | None:
+        """Return `_ready` of a forward that begins now; None where it has no merged weights or no gradients."""
+        return self._ready() if self._merged is not None and torch.is_grad_enabled() else None
 
     def _ready(self) -> Callable[[], None]:
         """Return what a backward pass asks before it reads weights: that they hold what the forward computed with."""
@@ -356,7 +370,7 @@ def _nothing() -> None:
 def _closed() -> Training:
     """Return what the hooks of a copied model call: they do nothing."""
     training = Training.__new__(Training)
-    training._closed, training._merged, training._depth, training._layers, training.merges = True, None, 0, {}, 0
+    training._closed, training._merged, training._outermost, training._layers, training.merges = True, None, None, {}, 0
     return training
 
 
