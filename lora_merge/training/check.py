@@ -9,7 +9,6 @@ from torch import nn
 from ..errors import InvalidInput
 from ..models.live import check_model
 from ..models.pausing import has_pause
-from ..shards.layout import Layout
 from .layers import acting, layers_of
 
 
@@ -17,12 +16,6 @@ def check_trainable(model: nn.Module) -> None:
     """Raise unless the model can be trained so, before anything is changed."""
     if check_model(model):
         raise InvalidInput("train_merged: Megatron's layers cannot be trained on merged weights yet")
-    layout = Layout(model)
-    if not layout.plain and (layout.cut is None or not layout.cut.units):
-        raise InvalidInput(
-            "train_merged: the model is sharded by FSDP1, DeepSpeed ZeRO-3 or tensor parallelism, under which it "
-            "cannot be trained on merged weights yet: shard it with FSDP2 (fully_shard), or train it with DDP"
-        )
     found = layers_of(model)
     if not found:
         raise InvalidInput("train_merged: the model has no LoRA layers; pass the PeftModel, not its bare base")

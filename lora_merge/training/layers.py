@@ -13,7 +13,7 @@ from torch.func import functional_call
 from ..errors import InvalidInput, UnsupportedAdapter
 from ..names import innermost, lineage, path_of, walk
 from ..shards import here
-from . import straight
+from . import gathered, straight
 
 _TUNER_LAYER = "peft.tuners.tuners_utils.BaseTunerLayer"
 _LAYERS = "peft.tuners.lora.layer."
@@ -59,6 +59,9 @@ class Acting:
                 y = self._embedding(y, x, adapter, scaling, ready)
                 continue
             lora_A, lora_B = self.layer.lora_A[adapter], self.layer.lora_B[adapter]
+            if gathered.is_gathered(lora_A) or gathered.is_gathered(lora_B):
+                y = gathered.attach(y, x, self.layer, adapter, scaling, ready)
+                continue
             if path == _LINEAR and type(lora_A) is nn.Linear and lora_B.bias is None:
                 y = straight.Linear.apply(y, x, lora_A.weight, lora_B.weight, scaling, ready)
                 continue

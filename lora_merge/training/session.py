@@ -15,10 +15,14 @@ from ..context import merged
 from ..errors import InvalidInput
 from ..kernels.plan import untraced
 from ..models.guards import guarded, refuse
-from ..models.live import live
+from ..models.live import Live, live
 from ..models.pausing import pausing
+from ..shards import here
+from ..shards.layout import Layout
+from . import gathered
 from .check import check_trainable, tops
 from .layers import Acting, acting, layers_of
+from .values import Values
 
 _VERSION = attrgetter("_version")
 
@@ -30,24 +34,29 @@ class _Merged(NamedTuple):
         facts: of the model's snapshot inside.
         adapters: parameters of the adapters that act.
         versions: of these.
+        values: theirs.
         weights: base parameters that hold them; their version counters outside and inside.
+        number: the same for the same bits in the weights.
     """
 
     facts: list[Any]
     adapters: list[Tensor]
     versions: list[int]
+    values: Values
     weights: tuple[Tensor, ...]
     outside: tuple[int, ...]
     inside: tuple[int, ...]
+    number: int
+
+    def stands(self) -> bool:
+        """Return True if the adapters hold what was merged."""
+        return list(map(_VERSION, self.adapters)) == self.versions and self.values.same()
 
     def same_bits(self, other: _Merged) -> bool:
         """Return True if the weights hold the same bits inside both times."""
-        tensors = ([*map(id, one.adapters), *map(id, one.weights)] for one in (self, other))
-        return len({tuple(some) for some in tensors}) == 1 and (self.versions, self.outside, self.facts) == (
-            other.versions,
-            other.outside,
-            other.facts,
-        )
+        places = [[here(t).data_ptr() for t in (*one.adapters, *one.weights)] for one in (self, other)]
+        mine, others = ((one.versions, one.outside, one.facts) for one in (self, other))
+        return places[0] == places[1] and mine == others and self.values.equal(other.values)
 
 
 class Training:
@@ -94,10 +103,17 @@ class Training:
             return
         self._busy = True
         try:
-            if not self._stands():
-                self._leave()
-                if any(found.adapters for _, found in self._acting()):
-                    self._enter()
+            found = live(self._model)
+            # What goes wrong on one rank alone is an error on all, before any of them waits for the others.
+            with found.ranks.vote("train_merged") as ballot:
+                ballot.flag = not self._stands(found)
+            if ballot.flag:
+                with found.ranks.vote("train_merged") as ballot:
+                    self._leave()
+                    layers = dict(self._acting(found))
+                    ballot.flag = any(acts.adapters for acts in layers.values())
+                if ballot.flag:
+                    self._enter(layers, found)
         finally:
             self._busy = False
 
@@ -140,27 +156,30 @@ class Training:
 
     # Merging
 
-    def _acting(self) -> Iterator[tuple[nn.Module, Acting]]:
+    def _acting(self, found: Live) -> Iterator[tuple[nn.Module, Acting]]:
+        layout = Layout(self._model) if found.sharded else None
+        if layout is not None:
+            layout.check_idle()
+            layout.reshard()
         for name, layer in layers_of(self._model):
-            yield layer, acting(name, layer)
+            acts = acting(name, layer)
+            yield layer, acts if layout is None or not layout.flat else gathered.of_flat(acts, layout)
 
-    def _stands(self) -> bool:
-        """Return True if the base weights hold what acts in the model now, on all ranks."""
+    def _stands(self, found: Live) -> bool:
+        """Return True if what is here of the base weights holds what acts in the model now."""
         now = self._merged
-        same = now is not None and list(map(_VERSION, now.adapters)) == now.versions
-        found = live(self._model)
-        if now is not None and same:
-            same = found.snapshot().facts == now.facts
-        return not found.ranks.any(not same)
+        return now is not None and now.stands() and found.snapshot().facts == now.facts
 
-    def _enter(self) -> None:
-        self._layers = dict(self._acting())
+    def _enter(self, layers: dict[nn.Module, Acting], found: Live) -> None:
+        self._layers = layers
         for layer in self._layers:
             if id(layer) not in self._hooked:
                 self._hooked.add(id(layer))
                 pausing(layer, self.pause)
                 self._hooks.append(layer.register_forward_pre_hook(self._before_layer, prepend=True))
-                self._hooks.append(layer.register_forward_hook(self._after_layer, with_kwargs=True))
+                # Before what FSDP and ZeRO-3 do after a forward: they let go of the adapters' parameters.
+                after = layer.register_forward_hook(self._after_layer, prepend=True, with_kwargs=True)
+                self._hooks.append(after)
         adapters = list({id(p): p for found in self._layers.values() for p in found.parameters}.values())
         versions, weights = list(map(_VERSION, adapters)), tuple(_weights(self._layers))
         outside = tuple(map(_VERSION, weights))
@@ -168,10 +187,13 @@ class Training:
         block.enter_context(merged(self._model))
         try:
             facts, inside = live(self._model).snapshot().facts, tuple(map(_VERSION, weights))
-            now = _Merged(facts, adapters, versions, weights, outside, inside)
-            if self._last is not None and self._last.same_bits(now):
+            values = Values(map(here, adapters))
+            now = _Merged(facts, adapters, versions, values, weights, outside, inside, self.merges)
+            last = self._last
+            if not found.ranks.any(last is None or not last.same_bits(now)):
+                assert last is not None
                 # A backward pass of a forward from before the pause may go on.
-                now = now._replace(inside=self._last.inside)
+                now = now._replace(inside=last.inside, number=last.number)
                 torch._C._autograd._unsafe_set_version_counter(weights, now.inside)
             self._guard()
         except BaseException:
@@ -219,7 +241,7 @@ class Training:
         if torch.compiler.is_compiling() or self._closed or self._busy or self._depth or self._elsewhere():
             return
         now = self._merged
-        if now is None or list(map(_VERSION, now.adapters)) != now.versions:
+        if now is None or now.values.stepped or list(map(_VERSION, now.adapters)) != now.versions:
             self.refresh()
 
     def _after_layer(self, layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
@@ -236,9 +258,9 @@ class Training:
             if self._merged is forward:
                 return
             assert forward is not None
-            if list(map(_VERSION, forward.adapters)) == forward.versions and not self._closed:
+            if not self._closed:
                 self.refresh()
-            if self._merged is None or self._merged.inside != forward.inside:
+            if self._merged is None or self._merged.number != forward.number:
                 raise InvalidInput(
                     "a backward pass of a forward that computed with other adapters than the model has now: with "
                     "train_merged call backward() before the optimizer steps and before set_adapter"

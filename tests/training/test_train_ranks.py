@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from helpers import assert_same_bits
 from processes import spawn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lora_merge import InvalidInput, MergedWeights, train_merged
-from tests.training.test_train import LINEARS, adapted, loss_of, shake
+from lora_merge import MergedWeights, train_merged
+from tests.training.test_train import LINEARS, adapted, loss_of
 
 
 def whole(tensor: Any) -> torch.Tensor:
@@ -75,15 +75,3 @@ def trains(rank: int, kind: str, dtype: torch.dtype) -> None:
 )
 def test_on_two_ranks(kind: str, dtype: torch.dtype) -> None:
     spawn(2, trains, kind, dtype)
-
-
-def refused(rank: int) -> None:
-    model = adapted(models.qwen2, target_modules=LINEARS)
-    flat = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-    with pytest.raises(InvalidInput, match="sharded by FSDP1"):
-        train_merged(flat)
-    shake(model)
-
-
-def test_fsdp1_is_refused() -> None:
-    spawn(2, refused)

@@ -1,0 +1,189 @@
+"""Training on the merged weight under every way to shard a model, beside PEFT's forward under the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import assert_same_bits
+from processes import spawn
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+from lora_merge import MergedWeights, train_merged
+from lora_merge.names import innermost, walk
+from lora_merge.shards import here
+from lora_merge.shards.layout import Layout
+from lora_merge.training.layers import layers_of
+from tests.shards.test_shards_merge import (
+    Wrap,
+    fsdp1,
+    fsdp1_flat,
+    fsdp1_one_unit,
+    fsdp1_whole,
+    fsdp2,
+    fsdp2_columns,
+    fsdp2_kept,
+    fsdp2_mixed_precision,
+    fsdp2_units,
+    hsdp,
+)
+from tests.shards.test_shards_merge import (
+    layers_of as blocks_of,
+)
+from tests.training.test_train import LINEARS
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+Step = Callable[[Any, Tensor], None]
+
+
+def fsdp2_parts(model: Any) -> nn.Module:
+    """Some layers are units, others lie in none."""
+    fully_shard(blocks_of(model)[1])
+    return model
+
+
+def fsdp2_nested(model: Any) -> nn.Module:
+    for block in blocks_of(model):
+        fully_shard(block.mlp)
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def fsdp2_regathered(model: Any) -> nn.Module:
+    """After a forward a unit stays gathered over some of the ranks."""
+    for block in blocks_of(model):
+        fully_shard(block, reshard_after_forward=2 if dist.get_world_size() > 2 else True)
+    return fully_shard(model)
+
+
+def fsdp2_offloaded(model: Any) -> nn.Module:
+    for block in blocks_of(model):
+        fully_shard(block, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    return fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def build(dtype: torch.dtype = torch.float32) -> nn.Module:
+    return models.with_lora(models.qwen2, dtype=dtype, target_modules=LINEARS)
+
+
+def loss_of(model: Any, rank: int, step: int) -> Tensor:
+    tokens = models.tokens(seed=10 * step + rank)
+    loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+    return loss
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """What is here of them."""
+    return {n: here(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@contextmanager
+def seen(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """The weights of adapted layers as a forward computes with them."""
+    found: dict[str, Tensor] = {}
+
+    def look(name: str, module: Any, *_: Any) -> None:
+        found[name] = module.weight.detach().clone()
+
+    layers = [(name, innermost(layer)) for name, layer in layers_of(model)]
+    hooks = [base.register_forward_hook(partial(look, f"{name}.weight"), prepend=True) for name, base in layers]
+    yield found
+    for hook in hooks:
+        hook.remove()
+
+
+def assert_close(got: dict[str, Tensor], wanted: dict[str, Tensor], what: str) -> None:
+    """Gradients in float32: sums of some hundred products, whose order differs."""
+    assert got.keys() == wanted.keys(), what
+    for name, gradient in got.items():
+        assert gradient.shape == wanted[name].shape, f"{what} {name}"
+        if gradient.numel():
+            error, most = (gradient - wanted[name]).abs().max(), wanted[name].abs().max()
+            assert error <= 2e-5 * most + 1e-9, f"{what} {name}: {error} of {most}"
+
+
+def bases(model: nn.Module) -> list[Tensor]:
+    """What is here of the adapted weights."""
+    layout = Layout(model)
+    layout.check_idle()
+    layout.reshard()
+    shards = [layout.of(name, innermost(layer), "weight") for name, layer in layers_of(model)]
+    return [piece.tensor.clone() for shard in shards if shard is not None for piece in shard.pieces]
+
+
+def check(wrap: Wrap, rank: int, exact: bool = True) -> None:
+    """Two steps of two micro-batches each, beside PEFT's; then what comes between."""
+    what = f"{wrap.__name__} on rank {rank}"
+    rank = 0 if wrap is fsdp2_parts else rank  # nobody sums gradients of what lies in no unit
+    peft, model = wrap(build().train()), wrap(build().train())
+    before = bases(model)
+    training = train_merged(model)
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], 1e-2) for m in (peft, model)]
+    for step in range(2):
+        for micro in range(2):
+            losses = []
+            for one in (peft, model):
+                loss = loss_of(one, rank, 2 * step + micro)
+                loss.backward()
+                losses.append(loss.detach())
+            if exact:
+                torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6, msg=what)
+        if exact:
+            assert_close(gradients(model), gradients(peft), f"{what}, step {step}")
+        assert training.merges == step + 1, what
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+    with seen(model) as weights:
+        loss_of(model, rank, 0).backward()
+    if exact:
+        streamed = dict(MergedWeights(model))
+        for name, weight in weights.items():
+            assert_same_bits(weight, streamed[name], f"{what} {name}")
+    wanted = gradients(model)
+    for one in optimizers:
+        one.zero_grad()
+    inner: Any = next(m for _, m in walk(model) if hasattr(m, "disable_adapter"))
+    with torch.no_grad():
+        with inner.disable_adapter():
+            reference = loss_of(model, rank, 0)
+        loss_of(model, rank, 0)
+    inner.enable_input_require_grads()
+    inner.gradient_checkpointing_enable({"use_reentrant": False})
+    loss_of(model, rank, 0).backward()
+    assert_close(gradients(model), wanted, f"{what}, checkpointed")
+    training.close()
+    for now, then in zip(bases(model), before, strict=True):
+        assert_same_bits(now, then, f"{what}: a base weight")
+    with torch.no_grad(), inner.disable_adapter():
+        assert_same_bits(loss_of(model, rank, 0), reference, what)
+
+
+def every(rank: int, wraps: list[Wrap]) -> None:
+    for wrap in wraps:
+        check(wrap, rank, exact=wrap is not fsdp2_mixed_precision)
+
+
+TWO: list[Wrap] = [fsdp2, fsdp2_kept, fsdp2_units, fsdp2_parts, fsdp2_nested, fsdp2_offloaded, fsdp2_columns,
+                   fsdp2_mixed_precision]  # fmt: skip
+ONE: list[Wrap] = [fsdp1, fsdp1_one_unit, fsdp1_whole, fsdp1_flat]
+
+
+def test_fsdp1() -> None:
+    spawn(2, every, ONE)
+
+
+def test_fsdp2() -> None:
+    spawn(2, every, TWO)
+
+
+@pytest.mark.whole
+def test_four_ranks() -> None:
+    spawn(4, every, [hsdp, fsdp2_regathered, fsdp1])
