@@ -218,6 +218,12 @@ def _away(unit: Any) -> Iterator[Any]:
             yield from group.fsdp_params
 
 
+def sharded_alone(units: Sequence[Any]) -> set[int]:
+    """Return the ids of the parameters that units shard and gather, and nothing else cuts (no tensor parallelism)."""
+    groups = chain.from_iterable(map(_groups, units))
+    return {id(held.sharded_param) for group in groups for held in group.fsdp_params if not held.is_dtensor}
+
+
 def group_over(mesh: Any, dims: tuple[int, ...]) -> Any:
     """Return the process group over some dimensions of a mesh.
 

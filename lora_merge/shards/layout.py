@@ -187,6 +187,11 @@ class Layout:
         return None if self._one or self._zero3 or not self._meshes else Cut(self._two, self._meshes)
 
     @property
+    def units(self) -> list[Any]:
+        """FSDP2's."""
+        return self._two
+
+    @property
     def plain(self) -> bool:
         """Whether every tensor is here as it is."""
         return not (self._one or self._two or self._meshes or self._zero3)

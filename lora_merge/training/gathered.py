@@ -81,8 +81,8 @@ def carry(y: Tensor, added: Tensor, ready: Callable[[], object]) -> Tensor:
     if added.shape != y.shape:
         raise InvalidInput(
             f"train_merged: an adapter gives {tuple(added.shape)} where its layer gives {tuple(y.shape)}: it is "
-            "not cut as its base is; leave lora_A and lora_B out of the plan of parallelize_module, or cut them so that PEFT's "
-            "own forward runs"
+            "not cut as its base is; leave lora_A and lora_B out of the plan of parallelize_module, or cut them so "
+            "that PEFT's own forward runs"
         )
     return Carried.apply(y, added, ready)
 

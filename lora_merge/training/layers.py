@@ -13,7 +13,7 @@ from torch.func import functional_call
 from ..errors import InvalidInput, UnsupportedAdapter
 from ..names import innermost, lineage, path_of, walk
 from ..shards import here
-from . import gathered, straight
+from . import gathered, straight, tensor_parallel
 
 _TUNER_LAYER = "peft.tuners.tuners_utils.BaseTunerLayer"
 _LAYERS = "peft.tuners.lora.layer."
@@ -43,6 +43,7 @@ class Acting:
         scalings: theirs.
         parameters: theirs, and of sharded ones what is here of them.
         weights: base parameters that hold them while they are merged.
+        cut: whether tensor parallelism has cut the base's weight, and the adapters are not called for it.
     """
 
     layer: Any
@@ -50,6 +51,14 @@ class Acting:
     scalings: tuple[float, ...]
     parameters: Sequence[Tensor]
     weights: Sequence[Tensor]
+    cut: bool = False
+
+    def attach_to_base(self, y: Tensor, x: Tensor, ready: Callable[[], object]) -> Tensor:
+        """Return the output of the base, a DTensor, with the way back to the parameters of the adapters."""
+        for adapter, scaling in zip(self.adapters, self.scalings, strict=True):
+            lora_A, lora_B = self.layer.lora_A[adapter], self.layer.lora_B[adapter]
+            y = tensor_parallel.Linear.apply(y, x, lora_A.weight, lora_B.weight, scaling, ready)
+        return y
 
     def attach(self, y: Tensor, x: Tensor, ready: Callable[[], object]) -> Tensor:
         """Return the layer's output, with the way back to the parameters of the adapters."""
@@ -117,6 +126,29 @@ def acting(name: str, layer: Any) -> Acting:
         [t for p in parts for t in _counted(p)],
         [t for p in weights for t in _counted(p)],
     )
+
+
+def cut_of(name: str, acts: Acting, units: list[Any]) -> bool:
+    """Return True if tensor parallelism has cut the base of a layer, and its adapters are not called as it is.
+
+    Args:
+        units: of FSDP2.
+
+    Raises:
+        UnsupportedAdapter: on such a weight, an adapter that cannot be trained on merged weights.
+    """
+    layer = acts.layer
+    if not acts.adapters or not tensor_parallel.is_cut(layer, units):
+        return False
+    path = path_of(type(layer))
+    halves = [half[a] for half in (layer.lora_A, layer.lora_B) for a in acts.adapters if a in half]
+    if path != _LINEAR or any(getattr(half, "bias", None) is not None for half in halves):
+        raise UnsupportedAdapter(
+            f"{name}: tensor parallelism has cut the weight of a {path}, or its adapter has lora_bias; on a cut weight "
+            "only LoRA on Linear layers without lora_bias can be trained on merged weights: shard it with FSDP2"
+        )
+    called = [gathered.is_gathered(half) for half in halves]
+    return not any(called)
 
 
 def _parameters(layer: Any, path: str, adapter: str) -> Iterator[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -17,11 +18,12 @@ from ..kernels.plan import untraced
 from ..models.guards import guarded, refuse
 from ..models.live import Live, live
 from ..models.pausing import pausing
+from ..names import innermost
 from ..shards import here
 from ..shards.layout import Layout
 from . import gathered
 from .check import check_trainable, tops
-from .layers import Acting, acting, layers_of
+from .layers import Acting, acting, cut_of, layers_of
 from .values import Values
 
 _VERSION = attrgetter("_version")
@@ -163,7 +165,10 @@ class Training:
             layout.reshard()
         for name, layer in layers_of(self._model):
             acts = acting(name, layer)
-            yield layer, acts if layout is None or not layout.flat else gathered.of_flat(acts, layout)
+            if layout is not None:
+                acts = replace(acts, cut=cut_of(name, acts, layout.units))
+                acts = gathered.of_flat(acts, layout) if layout.flat else acts
+            yield layer, acts
 
     def _stands(self, found: Live) -> bool:
         """Return True if what is here of the base weights holds what acts in the model now."""
@@ -180,6 +185,10 @@ class Training:
                 # Before what FSDP and ZeRO-3 do after a forward: they let go of the adapters' parameters.
                 after = layer.register_forward_hook(self._after_layer, prepend=True, with_kwargs=True)
                 self._hooks.append(after)
+            if layers[layer].cut and id(base := innermost(layer)) not in self._hooked:
+                self._hooked.add(id(base))
+                at_base = partial(self._after_base, layer)
+                self._hooks.append(base.register_forward_hook(at_base, prepend=True, with_kwargs=True))
         adapters = list({id(p): p for found in self._layers.values() for p in found.parameters}.values())
         versions, weights = list(map(_VERSION, adapters)), tuple(_weights(self._layers))
         outside = tuple(map(_VERSION, weights))
@@ -246,9 +255,17 @@ class Training:
 
     def _after_layer(self, layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
         """Give the adapters of a layer their gradients."""
-        if self._merged is None or not torch.is_grad_enabled():
+        acts = self._layers[layer]
+        if self._merged is None or not torch.is_grad_enabled() or acts.cut:
             return None
-        return self._layers[layer].attach(output, args[0] if args else next(iter(kwargs.values())), self._ready())
+        return acts.attach(output, args[0] if args else next(iter(kwargs.values())), self._ready())
+
+    def _after_base(self, layer: nn.Module, base: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
+        """Give the adapters of a layer whose base tensor parallelism has cut their gradients."""
+        acts = self._layers[layer]
+        if self._merged is None or not torch.is_grad_enabled() or not acts.cut:
+            return None
+        return acts.attach_to_base(output, args[0] if args else next(iter(kwargs.values())), self._ready())
 
     def _ready(self) -> Callable[[], None]:
         """Return what a backward pass asks before it reads weights: that they hold what the forward computed with."""

@@ -14,7 +14,15 @@ import torch.distributed as dist
 from helpers import assert_same_bits
 from processes import spawn
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from lora_merge import MergedWeights, train_merged
 from lora_merge.names import innermost, walk
@@ -164,6 +172,143 @@ def check(wrap: Wrap, rank: int, exact: bool = True) -> None:
         assert_same_bits(now, then, f"{what}: a base weight")
     with torch.no_grad(), inner.disable_adapter():
         assert_same_bits(loss_of(model, rank, 0), reference, what)
+
+
+COLUMNS, ROWS = LINEARS[:3] + LINEARS[4:6], [LINEARS[3], LINEARS[6]]
+
+
+def mesh_of(dp: int = 1) -> Any:
+    if dp == 1:
+        return init_device_mesh("cpu", (dist.get_world_size(),))
+    return init_device_mesh("cpu", (dp, dist.get_world_size() // dp), mesh_dim_names=("dp", "tp"))
+
+
+def by_base(model: Any, mesh: Any = None) -> nn.Module:
+    """The plan cuts the bases alone: PEFT's own forward would not run."""
+    plan = {f"*.{name}.base_layer": ColwiseParallel() for name in COLUMNS}
+    return _cut(model, plan | {f"*.{name}.base_layer": RowwiseParallel() for name in ROWS}, mesh)
+
+
+def by_sequence(model: Any, mesh: Any = None) -> nn.Module:
+    """Between the linears each rank has a part of the sequence."""
+    part = Shard(1)
+    plan: dict[str, Any] = {f"*.{name}.base_layer": ColwiseParallel(input_layouts=part) for name in COLUMNS}
+    plan |= {f"*.{name}.base_layer": RowwiseParallel(output_layouts=part) for name in ROWS}
+    plan |= {name: SequenceParallel() for name in ("*.input_layernorm", "*.post_attention_layernorm")}
+    model = _cut(model, plan, mesh)
+    whole = {
+        "embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=part),
+        "norm": SequenceParallel(),
+    }
+    base = model.get_base_model()
+    parallelize_module(base.model, mesh or mesh_of(), whole)
+    return parallelize_module(
+        model,
+        mesh or mesh_of(),
+        {"base_model.model.lm_head": ColwiseParallel(input_layouts=part, output_layouts=Replicate())},
+    )
+
+
+def by_peft(model: Any, mesh: Any = None) -> nn.Module:
+    """The plan cuts the adapters so that PEFT's own forward runs."""
+    plan = {f"*.{name}.{half}": ColwiseParallel() for name in COLUMNS for half in ("base_layer", "lora_B.default")}
+    plan |= {f"*.{name}.{half}": RowwiseParallel() for name in ROWS for half in ("base_layer", "lora_A.default")}
+    return _cut(model, plan, mesh)
+
+
+def by_tensors(model: Any, mesh: Any = None) -> nn.Module:
+    """The adapters are DTensors, and nothing calls their modules."""
+    model = by_base(model, mesh)
+    for number, (_, layer) in enumerate(layers_of(model)):
+        for half, cut in ((layer.lora_A.default, Shard(number % 2)), (layer.lora_B.default, Replicate())):
+            half.weight = nn.Parameter(distribute_tensor(half.weight.data, mesh or mesh_of(), [cut]))
+    return model
+
+
+def _cut(model: Any, plan: dict[str, Any], mesh: Any) -> Any:
+    for block in blocks_of(model):
+        found = {key.removeprefix("*."): style for key, style in plan.items()}
+        for part in (block.self_attn, block.mlp, block):
+            here_too = {key: style for key, style in found.items() if hasattr(part, key.partition(".")[0])}
+            parallelize_module(part, mesh or mesh_of(), here_too)
+    return model
+
+
+def with_fsdp2(wrap: Wrap) -> Wrap:
+    def both(model: Any) -> nn.Module:
+        mesh = mesh_of(2)
+        model = wrap(model, mesh["tp"])  # type: ignore[call-arg]
+        for block in blocks_of(model):
+            fully_shard(block, mesh=mesh["dp"])
+        return fully_shard(model, mesh=mesh["dp"])
+
+    both.__name__ = f"{wrap.__name__} and fsdp2"
+    return both
+
+
+def full(t: Any) -> Tensor:
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
+def even_loss(model: Any, step: int) -> Tensor:
+    tokens = models.tokens(seed=step)[:, :8]
+    loss: Tensor = model(input_ids=tokens, labels=tokens, position_ids=torch.arange(8)[None]).loss
+    return loss
+
+
+def check_parallel(wrap: Wrap, rank: int) -> None:
+    """Beside PEFT's on one process, as its own forward does not run under every plan."""
+    what = f"{wrap.__name__} on rank {rank}"
+    peft, model = build().train(), wrap(build().train())
+    before = bases(model)
+    training = train_merged(model)
+    trained = [[p for p in one.parameters() if p.requires_grad] for one in (peft, model)]
+    optimizers = [torch.optim.SGD(parameters, 0.1, foreach=False) for parameters in trained]
+    for step in range(2):
+        for one in optimizers:
+            one.zero_grad()
+        losses = [even_loss(one, step) for one in (peft, model)]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(full(losses[1].detach()), losses[0].detach(), rtol=1e-5, atol=1e-6, msg=what)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name and hasattr(parameter, "placements"):
+                assert parameter.grad.placements == parameter.placements, f"{what} {name}"  # type: ignore
+        got = {n: full(p.grad) for n, p in model.named_parameters() if "lora_" in n}
+        assert_close(got, gradients(peft), f"{what}, step {step}")
+        for one in optimizers:
+            one.step()
+    assert training.merges == 2
+    with seen(model) as weights, torch.no_grad():
+        even_loss(model, 0)
+    streamed = dict(MergedWeights(model))
+    for name, weight in weights.items():
+        assert_same_bits(full(weight), streamed[name], f"{what} {name}")
+    training.close()
+    for now, then in zip(bases(model), before, strict=True):
+        assert_same_bits(now, then, f"{what}: a base weight")
+
+
+def every_parallel(rank: int, wraps: list[Wrap]) -> None:
+    for wrap in wraps:
+        check_parallel(wrap, rank)
+
+
+def every_2d(rank: int, wraps: list[Wrap]) -> None:
+    for wrap in wraps:
+        check_parallel(with_fsdp2(wrap), rank)
+
+
+PARALLEL: list[Wrap] = [by_base, by_sequence, by_peft, by_tensors]
+
+
+def test_tensor_parallel() -> None:
+    spawn(2, every_parallel, PARALLEL)
+
+
+@pytest.mark.whole
+def test_tensor_parallel_and_fsdp2() -> None:
+    spawn(4, every_2d, [by_base, by_sequence, by_peft])
 
 
 def every(rank: int, wraps: list[Wrap]) -> None:
