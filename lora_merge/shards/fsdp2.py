@@ -160,6 +160,14 @@ def reshard(units: Sequence[Any]) -> None:
             group._to_sharded()
 
 
+def give_up_forward(units: Sequence[Any]) -> None:
+    """Bring units back to their shards that a forward which raised has left gathered. No forward may be under way; a
+    backward pass may."""
+    for unit in units:
+        if any(str(group._training_state).endswith(".FORWARD") for group in _groups(unit)):
+            reshard([unit])
+
+
 def check_idle(units: Sequence[Any]) -> None:
     """Refuse units that cannot go back to their shards.
 

@@ -111,6 +111,11 @@ class Layout:
         fsdp1.check_idle(self._one)
         fsdp2.check_idle(self._two)
 
+    def give_up_forward(self) -> None:
+        """Bring FSDP units back to their shards that a forward which raised has left gathered."""
+        fsdp2.give_up_forward(self._two)
+        fsdp1.give_up_forward(self._one)
+
     def reshard(self) -> None:
         """Bring every FSDP unit back to its shards, whatever it is in; ask `check_idle` first where that matters."""
         fsdp2.reshard(self._two)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from torch import nn
 
 from ..errors import InvalidInput
-from ..models.live import check_model
+from ..models.live import Live, check_model, live
 from ..models.pausing import has_pause
-from .layers import acting, layers_of
+from ..shards.layout import Layout
+from . import gathered
+from .layers import Acting, acting, cut_of, layers_of
 
 
 def check_trainable(model: nn.Module) -> None:
@@ -21,8 +24,28 @@ def check_trainable(model: nn.Module) -> None:
         raise InvalidInput("train_merged: the model has no LoRA layers; pass the PeftModel, not its bare base")
     if any(has_pause(layer) for _, layer in found):
         raise InvalidInput("this model is being trained on merged weights already: close() that training first")
-    for name, layer in found:
-        acting(name, layer)
+    whole = live(model)
+    with whole.ranks.vote("train_merged"):
+        dict(acting_layers(model, whole))
+        whole.weights(whole.adapters()[1])
+
+
+def acting_layers(model: nn.Module, whole: Live) -> Iterator[tuple[nn.Module, Acting]]:
+    """Yield the adapter layers of a model that is `whole`, with what acts in them; may fail on one rank alone.
+
+    Raises:
+        as `acting` and `cut_of`.
+    """
+    layout = Layout(model) if whole.sharded else None
+    if layout is not None:
+        layout.check_idle()
+        layout.reshard()
+    for name, layer in layers_of(model):
+        acts = acting(name, layer)
+        if layout is not None:
+            acts = replace(acts, cut=cut_of(name, acts, layout.units))
+            acts = gathered.of_flat(acts, layout) if layout.flat else acts
+        yield layer, acts
 
 
 def tops(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..errors import InvalidInput
 from ..names import innermost
@@ -85,6 +86,13 @@ def carry(y: Tensor, added: Tensor, ready: Callable[[], object]) -> Tensor:
             "that PEFT's own forward runs"
         )
     return Carried.apply(y, added, ready)
+
+
+def ask_first(output: Any, ready: Callable[[], object]) -> None:
+    """Call `ready` when a backward pass reaches some of the tensors in a model's output."""
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda _: ready())
 
 
 # ---- what tells that adapters have changed ---------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -22,8 +21,8 @@ from ..names import innermost
 from ..shards import here
 from ..shards.layout import Layout
 from . import gathered
-from .check import check_trainable, tops
-from .layers import Acting, acting, cut_of, layers_of
+from .check import acting_layers, check_trainable, tops
+from .layers import Acting, layers_of
 from .values import Values
 
 _VERSION = attrgetter("_version")
@@ -81,12 +80,16 @@ class Training:
         self._layers: dict[nn.Module, Acting] = {}
         self._hooked: set[int] = set()
         self._depth = 0
+        self._raised = False
+        self._sharded = False
         self._busy = False
         self._closed = False
         check_trainable(model)
         for module in tops(model, [layer for _, layer in layers_of(model)]):
             self._hooks.append(module.register_forward_pre_hook(self._enter_model, prepend=True))
-            self._hooks.append(module.register_forward_hook(self._leave_model, always_call=True))
+            # Before what FSDP does with the output: what is hooked to it first is asked first in a backward pass.
+            left = module.register_forward_hook(self._leave_model, prepend=True, always_call=True)
+            self._hooks.append(left)
         for _, layer in layers_of(model):
             pausing(layer, self.pause)
 
@@ -112,7 +115,7 @@ class Training:
             if ballot.flag:
                 with found.ranks.vote("train_merged") as ballot:
                     self._leave()
-                    layers = dict(self._acting(found))
+                    layers = dict(acting_layers(self._model, found))
                     ballot.flag = any(acts.adapters for acts in layers.values())
                 if ballot.flag:
                     self._enter(layers, found)
@@ -158,25 +161,13 @@ class Training:
 
     # Merging
 
-    def _acting(self, found: Live) -> Iterator[tuple[nn.Module, Acting]]:
-        layout = Layout(self._model) if found.sharded else None
-        if layout is not None:
-            layout.check_idle()
-            layout.reshard()
-        for name, layer in layers_of(self._model):
-            acts = acting(name, layer)
-            if layout is not None:
-                acts = replace(acts, cut=cut_of(name, acts, layout.units))
-                acts = gathered.of_flat(acts, layout) if layout.flat else acts
-            yield layer, acts
-
     def _stands(self, found: Live) -> bool:
         """Return True if what is here of the base weights holds what acts in the model now."""
         now = self._merged
         return now is not None and now.stands() and found.snapshot().facts == now.facts
 
     def _enter(self, layers: dict[nn.Module, Acting], found: Live) -> None:
-        self._layers = layers
+        self._layers, self._sharded = layers, found.sharded
         for layer in self._layers:
             if id(layer) not in self._hooked:
                 self._hooked.add(id(layer))
@@ -235,11 +226,17 @@ class Training:
     def _enter_model(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
         if self._depth == 1 and not self._closed and not self._elsewhere():
+            if self._raised:
+                Layout(self._model).give_up_forward()
             self.refresh()
 
     @untraced
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth = max(self._depth - 1, 0)
+        self._raised = output is None
+        if self._sharded and self._merged is not None and torch.is_grad_enabled():
+            # Once units are gathered for a backward pass, it is too late to merge for it.
+            gathered.ask_first(output, self._ready())
 
     def _elsewhere(self) -> bool:
         """Return True inside a `merged` block of the user's, which leaves nothing to do here."""
@@ -271,13 +268,15 @@ class Training:
         """Return what a backward pass asks before it reads weights: that they hold what the forward computed with."""
         forward = self._merged
 
+        def same() -> bool:
+            return self._merged is not None and forward is not None and self._merged.number == forward.number
+
         def ready() -> None:
-            if self._merged is forward:
+            if same():
                 return
-            assert forward is not None
             if not self._closed:
                 self.refresh()
-            if self._merged is None or self._merged.number != forward.number:
+            if not same():
                 raise InvalidInput(
                     "a backward pass of a forward that computed with other adapters than the model has now: with "
                     "train_merged call backward() before the optimizer steps and before set_adapter"

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lora_merge import MergedWeights, train_merged
+from lora_merge import InvalidInput, MergedWeights, UnsupportedAdapter, train_merged
 from lora_merge.names import innermost, walk
 from lora_merge.shards import here
 from lora_merge.shards.layout import Layout
@@ -159,10 +159,12 @@ def check(wrap: Wrap, rank: int, exact: bool = True) -> None:
     for one in optimizers:
         one.zero_grad()
     inner: Any = next(m for _, m in walk(model) if hasattr(m, "disable_adapter"))
-    with torch.no_grad():
-        with inner.disable_adapter():
-            reference = loss_of(model, rank, 0)
-        loss_of(model, rank, 0)
+    loss = loss_of(model, rank, 0)
+    with torch.no_grad(), inner.disable_adapter():
+        reference = loss_of(model, rank, 0)
+    loss.backward()
+    assert_close(gradients(model), wanted, f"{what}, after a forward of the reference policy")
+    optimizers[1].zero_grad()
     inner.enable_input_require_grads()
     inner.gradient_checkpointing_enable({"use_reentrant": False})
     loss_of(model, rank, 0).backward()
@@ -202,11 +204,11 @@ def by_sequence(model: Any, mesh: Any = None) -> nn.Module:
     }
     base = model.get_base_model()
     parallelize_module(base.model, mesh or mesh_of(), whole)
-    return parallelize_module(
-        model,
-        mesh or mesh_of(),
-        {"base_model.model.lm_head": ColwiseParallel(input_layouts=part, output_layouts=Replicate())},
-    )
+    head = ColwiseParallel(input_layouts=part, output_layouts=Replicate())
+    parallelize_module(base, mesh or mesh_of(), {"lm_head": head})
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)  # norms were made anew
+    return model
 
 
 def by_peft(model: Any, mesh: Any = None) -> nn.Module:
@@ -314,6 +316,90 @@ def test_tensor_parallel_and_fsdp2() -> None:
 def every(rank: int, wraps: list[Wrap]) -> None:
     for wrap in wraps:
         check(wrap, rank, exact=wrap is not fsdp2_mixed_precision)
+
+
+def one_rank(rank: int, wraps: list[Wrap]) -> None:
+    """What is wrong on one rank is an error on all; after a forward that raised the next one runs."""
+    for wrap in wraps:
+        model = wrap(build().train())
+        (_, layer), *_ = layers_of(model)
+        if rank:
+            layer.lora_dropout["default"] = nn.Dropout(0.5)
+        with pytest.raises(InvalidInput, match="lora_dropout"):
+            train_merged(model)
+        layer.lora_dropout["default"] = nn.Identity()
+        with train_merged(model):
+            loss_of(model, rank, 0).backward()
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if "lora_" in name:
+                        here(parameter).mul_(1.1)
+            if rank:
+                layer.lora_dropout["default"] = nn.Dropout(0.5)
+            with pytest.raises(InvalidInput, match="lora_dropout"):
+                loss_of(model, rank, 0)
+            layer.lora_dropout["default"] = nn.Identity()
+
+            def fail(*_: Any) -> None:
+                raise ZeroDivisionError
+
+            inner: Any = next(m for _, m in walk(model) if hasattr(m, "disable_adapter"))
+            hook = blocks_of(inner)[1].mlp.register_forward_pre_hook(fail)
+            for _ in range(2):
+                with pytest.raises(ZeroDivisionError):
+                    loss_of(model, rank, 0)
+            hook.remove()
+            loss_of(model, rank, 0).backward()
+
+
+def refused(rank: int) -> None:
+    """Before anything is changed."""
+    mesh = mesh_of()
+    head: Any = models.with_lora(models.qwen2, target_modules=["lm_head"], lora_bias=False)
+    parallelize_module(head, mesh, {"base_model.model.lm_head.base_layer": ColwiseParallel()})
+    with train_merged(head):
+        pass
+    embedding: Any = models.with_lora(models.qwen2, target_modules=["embed_tokens"])
+    plan = {"base_model.model.model.embed_tokens.base_layer": RowwiseParallel(input_layouts=Replicate())}
+    parallelize_module(embedding, mesh, plan)
+    before = bases(embedding)
+    with pytest.raises(UnsupportedAdapter, match="embed_tokens: tensor parallelism has cut the weight"):
+        train_merged(embedding)
+    for now, then in zip(bases(embedding), before, strict=True):
+        assert_same_bits(now, then)
+
+
+def test_what_is_wrong_on_one_rank_is_an_error_on_all() -> None:
+    spawn(2, one_rank, [fsdp2, fsdp1])
+
+
+def test_what_tensor_parallelism_cannot_do_is_refused() -> None:
+    spawn(2, refused)
+
+
+class Past(torch.optim.SGD):
+    """As fused kernels and flat buffers do, it writes past version counters."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.add_(parameter.grad, alpha=-0.1)
+
+
+def test_optimizers_that_write_past_version_counters() -> None:
+    model: Any = build().train()
+    optimizer = Past([p for p in model.parameters() if p.requires_grad], 0.1)
+    with train_merged(model) as training:
+        losses = []
+        for step in range(3):
+            loss = loss_of(model, 0, 0)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            assert training.merges == step + 1
+        assert losses[2] < losses[1] < losses[0]
 
 
 TWO: list[Wrap] = [fsdp2, fsdp2_kept, fsdp2_units, fsdp2_parts, fsdp2_nested, fsdp2_offloaded, fsdp2_columns,
