@@ -18,7 +18,10 @@ from .layers import Acting, acting, cut_of, layers_of
 def check_trainable(model: nn.Module) -> None:
     """Raise unless the model can be trained so, before anything is changed."""
     if check_model(model):
-        raise InvalidInput("train_merged: Megatron's layers cannot be trained on merged weights yet")
+        raise InvalidInput(
+            "train_merged: layers of megatron-core cannot be trained on merged weights yet: train them by the forward "
+            "of their adapters, and serve them merged"
+        )
     found = layers_of(model)
     if not found:
         raise InvalidInput("train_merged: the model has no LoRA layers; pass the PeftModel, not its bare base")

@@ -308,11 +308,13 @@ def train_merged(model: nn.Module) -> Training:
     `state_dict()` of the whole model holds merged values under the base's names, as inside `merged`.
 
     Args:
-        model: a PEFT model with LoRA on Linear, Embedding or Conv layers; plain, under DDP or under FSDP2.
+        model: a PEFT model with LoRA on Linear, Embedding or Conv layers; plain, under DDP, FSDP, DeepSpeed's ZeRO
+            (the engine) or tensor parallelism by `parallelize_module`: docs/training.md. Where it is sharded, making
+            it and its forwards are collective.
 
     Raises:
-        InvalidInput: `lora_dropout` above 0 (a weight cannot express it), no LoRA layers, or a layout that cannot be
-            trained so.
+        InvalidInput: `lora_dropout` above 0 (a weight cannot express it), no LoRA layers, a model of megatron-core, or
+            what is wrong on another rank.
         UnsupportedAdapter: an adapter that cannot be trained so (DoRA, fused experts, trainable tokens), or not merged
             at all. Nothing was changed.
     """

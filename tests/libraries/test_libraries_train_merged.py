@@ -46,7 +46,10 @@ def trains(rank: int, names: Sequence[str]) -> None:
                     reference = loss_of(model, rank, 0)
             assert training.merges == step + 1, what
         with seen(model) as weights:
-            model.backward(loss_of(model, rank, 0))
+            loss = loss_of(model, rank, 0)
+        with torch.no_grad(), model.module.disable_adapter():
+            assert_same_bits(loss_of(model, rank, 0), reference, what)
+        model.backward(loss)
         streamed = dict(MergedWeights(model))
         for weight in weights:
             assert_same_bits(weights[weight], streamed[weight], f"{what} {weight}")
