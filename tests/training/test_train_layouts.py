@@ -31,6 +31,7 @@ from lora_merge.shards.layout import Layout
 from lora_merge.training.layers import layers_of
 from tests.shards.test_shards_merge import (
     Wrap,
+    device,
     fsdp1,
     fsdp1_flat,
     fsdp1_one_unit,
@@ -46,6 +47,7 @@ from tests.shards.test_shards_merge import (
     layers_of as blocks_of,
 )
 from tests.training.test_train import LINEARS
+from tests.training.test_train import loss_of as plain_loss_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 Step = Callable[[Any, Tensor], None]
@@ -78,11 +80,11 @@ def fsdp2_offloaded(model: Any) -> nn.Module:
 
 
 def build(dtype: torch.dtype = torch.float32) -> nn.Module:
-    return models.with_lora(models.qwen2, dtype=dtype, target_modules=LINEARS)
+    return models.with_lora(models.qwen2, dtype=dtype, target_modules=LINEARS).to(device())
 
 
 def loss_of(model: Any, rank: int, step: int) -> Tensor:
-    tokens = models.tokens(seed=10 * step + rank)
+    tokens = models.tokens(seed=10 * step + rank).to(device())
     loss: Tensor = model(input_ids=tokens, labels=tokens).loss
     return loss
 
@@ -181,8 +183,8 @@ COLUMNS, ROWS = LINEARS[:3] + LINEARS[4:6], [LINEARS[3], LINEARS[6]]
 
 def mesh_of(dp: int = 1) -> Any:
     if dp == 1:
-        return init_device_mesh("cpu", (dist.get_world_size(),))
-    return init_device_mesh("cpu", (dp, dist.get_world_size() // dp), mesh_dim_names=("dp", "tp"))
+        return init_device_mesh(device().type, (dist.get_world_size(),))
+    return init_device_mesh(device().type, (dp, dist.get_world_size() // dp), mesh_dim_names=("dp", "tp"))
 
 
 def by_base(model: Any, mesh: Any = None) -> nn.Module:
@@ -253,8 +255,8 @@ def full(t: Any) -> Tensor:
 
 
 def even_loss(model: Any, step: int) -> Tensor:
-    tokens = models.tokens(seed=step)[:, :8]
-    loss: Tensor = model(input_ids=tokens, labels=tokens, position_ids=torch.arange(8)[None]).loss
+    tokens, places = models.tokens(seed=step)[:, :8].to(device()), torch.arange(8, device=device())[None]
+    loss: Tensor = model(input_ids=tokens, labels=tokens, position_ids=places).loss
     return loss
 
 
@@ -308,7 +310,6 @@ def test_tensor_parallel() -> None:
     spawn(2, every_parallel, PARALLEL)
 
 
-@pytest.mark.whole
 def test_tensor_parallel_and_fsdp2() -> None:
     spawn(4, every_2d, [by_base, by_sequence, by_peft])
 
@@ -388,12 +389,12 @@ class Past(torch.optim.SGD):
 
 
 def test_optimizers_that_write_past_version_counters() -> None:
-    model: Any = build().train()
+    model: Any = models.with_lora(models.qwen2, target_modules=LINEARS).train()
     optimizer = Past([p for p in model.parameters() if p.requires_grad], 0.1)
     with train_merged(model) as training:
         losses = []
         for step in range(3):
-            loss = loss_of(model, 0, 0)
+            loss = plain_loss_of(model)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -415,6 +416,5 @@ def test_fsdp2() -> None:
     spawn(2, every, TWO)
 
 
-@pytest.mark.whole
 def test_four_ranks() -> None:
     spawn(4, every, [hsdp, fsdp2_regathered, fsdp1])
