@@ -37,7 +37,7 @@ def acting_layers(model: nn.Module, whole: Live) -> Iterator[tuple[nn.Module, Ac
     """Yield the adapter layers of a model that is `whole`, with what acts in them; may fail on one rank alone.
 
     Raises:
-        as `acting` and `cut_of`.
+        as `acting` and `cut_of`; UnsupportedAdapter: an adapter on an embedding under ZeRO-3.
     """
     layout = Layout(model) if whole.sharded else None
     if layout is not None:
@@ -46,6 +46,7 @@ def acting_layers(model: nn.Module, whole: Live) -> Iterator[tuple[nn.Module, Ac
     for name, layer in layers_of(model):
         acts = acting(name, layer)
         if layout is not None:
+            gathered.check(name, acts)
             acts = replace(acts, cut=cut_of(name, acts, layout.units))
             acts = gathered.of_flat(acts, layout) if layout.flat else acts
         yield layer, acts

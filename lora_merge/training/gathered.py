@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, UnsupportedAdapter
 from ..names import innermost
 from ..shards import zero3
 from ..shards.layout import Layout
@@ -75,6 +75,16 @@ def attach(y: Tensor, x: Tensor, layer: Any, adapter: str, scaling: float, ready
     x = Input.apply(x)
     added = lora_B(lora_A(layer._cast_input_dtype(x, lora_A.weight.dtype))) * scaling
     return carry(y, added, ready)
+
+
+def check(name: str, acts: Acting) -> None:
+    """Raise `UnsupportedAdapter` for adapters that ZeRO-3 partitions and no module is called for."""
+    embeds = hasattr(acts.layer, "lora_embedding_A") and any(a in acts.layer.lora_embedding_A for a in acts.adapters)
+    if embeds and any(map(zero3.is_managed, acts.parameters)):
+        raise UnsupportedAdapter(
+            f"{name}: an adapter on an embedding under DeepSpeed ZeRO-3 cannot be trained on merged weights yet: shard "
+            "the model with FSDP2, use ZeRO-2, or leave the embedding out of target_modules"
+        )
 
 
 def carry(y: Tensor, added: Tensor, ready: Callable[[], object]) -> Tensor:

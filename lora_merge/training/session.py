@@ -252,17 +252,16 @@ class Training:
 
     def _after_layer(self, layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
         """Give the adapters of a layer their gradients."""
-        acts = self._layers[layer]
-        if self._merged is None or not torch.is_grad_enabled() or acts.cut:
+        if self._merged is None or not torch.is_grad_enabled() or self._layers[layer].cut:
             return None
-        return acts.attach(output, args[0] if args else next(iter(kwargs.values())), self._ready())
+        return self._layers[layer].attach(output, args[0] if args else next(iter(kwargs.values())), self._ready())
 
     def _after_base(self, layer: nn.Module, base: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
         """Give the adapters of a layer whose base tensor parallelism has cut their gradients."""
-        acts = self._layers[layer]
-        if self._merged is None or not torch.is_grad_enabled() or not acts.cut:
+        if self._merged is None or not torch.is_grad_enabled() or not self._layers[layer].cut:
             return None
-        return acts.attach_to_base(output, args[0] if args else next(iter(kwargs.values())), self._ready())
+        x = args[0] if args else next(iter(kwargs.values()))
+        return self._layers[layer].attach_to_base(output, x, self._ready())
 
     def _ready(self) -> Callable[[], None]:
         """Return what a backward pass asks before it reads weights: that they hold what the forward computed with."""
@@ -288,6 +287,7 @@ class Training:
 def _closed() -> Training:
     """Return what the hooks of a copied model call: they do nothing."""
     training = Training.__new__(Training)
+    training._sharded = False
     training._closed, training._merged, training._depth, training._layers, training.merges = True, None, 0, {}, 0
     return training
 
