@@ -112,6 +112,12 @@ def check_idle(units: Sequence[nn.Module]) -> None:
             )
 
 
+def give_up_forward(units: Sequence[nn.Module]) -> None:
+    """Bring units back to their shards that a forward which raised has left gathered. No forward may be under way; a
+    backward pass may."""
+    reshard([unit for unit, handle in _handles(units) if str(handle._training_state).endswith(".FORWARD")])
+
+
 def reshard(units: Sequence[nn.Module]) -> None:
     """Bring every unit back to its shards, whatever it is in: what a forward left gathered (the root, or one that
     raised) would go on holding old values.

@@ -160,6 +160,14 @@ def reshard(units: Sequence[Any]) -> None:
             group._to_sharded()
 
 
+def give_up_forward(units: Sequence[Any]) -> None:
+    """Bring units back to their shards that a forward which raised has left gathered. No forward may be under way; a
+    backward pass may."""
+    for unit in units:
+        if any(str(group._training_state).endswith(".FORWARD") for group in _groups(unit)):
+            reshard([unit])
+
+
 def check_idle(units: Sequence[Any]) -> None:
     """Refuse units that cannot go back to their shards.
 
@@ -216,6 +224,12 @@ def _away(unit: Any) -> Iterator[Any]:
     for group in _groups(unit):
         if not group.is_sharded:
             yield from group.fsdp_params
+
+
+def sharded_alone(units: Sequence[Any]) -> set[int]:
+    """Return the ids of the parameters that units shard and gather, and nothing else cuts (no tensor parallelism)."""
+    groups = chain.from_iterable(map(_groups, units))
+    return {id(held.sharded_param) for group in groups for held in group.fsdp_params if not held.is_dtensor}
 
 
 def group_over(mesh: Any, dims: tuple[int, ...]) -> Any:

@@ -111,6 +111,11 @@ class Layout:
         fsdp1.check_idle(self._one)
         fsdp2.check_idle(self._two)
 
+    def give_up_forward(self) -> None:
+        """Bring FSDP units back to their shards that a forward which raised has left gathered."""
+        fsdp2.give_up_forward(self._two)
+        fsdp1.give_up_forward(self._one)
+
     def reshard(self) -> None:
         """Bring every FSDP unit back to its shards, whatever it is in; ask `check_idle` first where that matters."""
         fsdp2.reshard(self._two)
@@ -185,6 +190,11 @@ class Layout:
     def cut(self) -> Cut | None:
         """How the model is sharded, where nothing but FSDP2 does it."""
         return None if self._one or self._zero3 or not self._meshes else Cut(self._two, self._meshes)
+
+    @property
+    def units(self) -> list[Any]:
+        """FSDP2's."""
+        return self._two
 
     @property
     def plain(self) -> bool:

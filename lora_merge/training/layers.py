@@ -13,7 +13,7 @@ from torch.func import functional_call
 from ..errors import InvalidInput, UnsupportedAdapter
 from ..names import innermost, lineage, path_of, walk
 from ..shards import here
-from . import straight
+from . import gathered, straight, tensor_parallel
 
 _TUNER_LAYER = "peft.tuners.tuners_utils.BaseTunerLayer"
 _LAYERS = "peft.tuners.lora.layer."
@@ -51,6 +51,7 @@ class Acting:
         parameters: theirs, and of sharded ones what is here of them.
         weights: base parameters that hold them while they are merged.
         name: of the layer.
+        cut: whether tensor parallelism has cut the base's weight, and the adapters are not called for it.
         rows: DoRA's, as merged; None: there are none, or nothing is merged yet.
     """
 
@@ -61,6 +62,12 @@ class Acting:
     weights: Sequence[Tensor]
     name: str = ""
     rows: straight.Rows | None = None
+    cut: bool = False
+
+    def check(self) -> None:
+        """Raise as `acting` does, where dropout or a variant has changed."""
+        for adapter in self.adapters if hasattr(self.layer, "lora_dropout") else ():
+            _check(self.name, self.layer, adapter)
 
     @property
     def base(self) -> Any:
@@ -84,15 +91,26 @@ class Acting:
             y = straight.Magnitude.apply(y, x, magnitude, bias, channels, self.rows, ready)
         return y
 
+    def attach_to_base(self, y: Tensor, x: Tensor, ready: Ready) -> Tensor:
+        """Return the output of the base, a DTensor, with the way back to the parameters of the adapters."""
+        for adapter, scaling in zip(self.adapters, self.scalings, strict=True):
+            lora_A, lora_B = _halves(self.layer, adapter)
+            y = tensor_parallel.Linear.apply(y, x, lora_A.weight, lora_B.weight, scaling, ready)
+        return y
+
 
 def _linear(acting: Acting, adapter: str, scaling: float, y: Tensor, x: Tensor, ready: Ready) -> Tensor:
     lora_A, lora_B = acting.layer.lora_A[adapter], acting.layer.lora_B[adapter]
+    if gathered.is_gathered(lora_A) or gathered.is_gathered(lora_B):
+        return gathered.attach(y, x, acting.layer, adapter, scaling, ready)
     if type(lora_A) is not nn.Linear or type(lora_B) is not nn.Linear:
         return _recomputed(acting, adapter, scaling, y, x, ready)
     return straight.Linear.apply(y, x, lora_A.weight, lora_B.weight, lora_B.bias, scaling, acting.rows, ready)
 
 
 def _recomputed(acting: Acting, adapter: str, scaling: float, y: Tensor, x: Tensor, ready: Ready) -> Tensor:
+    if any(map(gathered.is_gathered, _halves(acting.layer, adapter))):
+        return gathered.attach(y, x, acting.layer, adapter, scaling, ready)
     named = [(half, dict(half.named_parameters())) for half in _halves(acting.layer, adapter)]
     factor: float | Tensor = scaling
     if acting.rows is not None:
@@ -144,12 +162,9 @@ def acting(name: str, layer: Any) -> Acting:
         )
     there = layer.trainable_tokens_delta if path == _TOKENS else layer.scaling
     adapters = tuple(sorted(a for a in layer.active_adapters if a in there))
-    if path != _TOKENS:
-        for adapter in adapters:
-            _check(name, layer, adapter)
     parts = [p for adapter in adapters for p in _parameters(layer, path, adapter)]
     weights = list(innermost(layer).parameters(recurse=False))
-    return Acting(
+    found = Acting(
         layer,
         adapters,
         tuple(1.0 if path == _TOKENS else float(layer.scaling[adapter]) for adapter in adapters),
@@ -157,6 +172,8 @@ def acting(name: str, layer: Any) -> Acting:
         [t for p in weights for t in _counted(p)],
         name,
     )
+    found.check()
+    return found
 
 
 def _check(name: str, layer: Any, adapter: str) -> None:
@@ -173,6 +190,29 @@ def _check(name: str, layer: Any, adapter: str) -> None:
             f"{name}: adapter '{adapter}' is a {type(variant).__name__}, which cannot be trained on merged weights "
             "yet: train it with PEFT's forward, and serve it merged"
         )
+
+
+def cut_of(name: str, acts: Acting, units: list[Any]) -> bool:
+    """Return True if tensor parallelism has cut the base of a layer, and its adapters are not called as it is.
+
+    Args:
+        units: of FSDP2.
+
+    Raises:
+        UnsupportedAdapter: on such a weight, an adapter that cannot be trained on merged weights.
+    """
+    layer = acts.layer
+    if not acts.adapters or not tensor_parallel.is_cut(layer, units):
+        return False
+    path = path_of(type(layer))
+    plain = path == _LINEAR and acts.dora is None
+    halves = [half for adapter in acts.adapters for half in _halves(layer, adapter)] if plain else []
+    if not plain or any(getattr(half, "bias", None) is not None for half in halves):
+        raise UnsupportedAdapter(
+            f"{name}: tensor parallelism has cut the weight of a {path}, with lora_bias or DoRA perhaps; on a cut "
+            "weight only LoRA on Linear layers without these can be trained on merged weights: shard it with FSDP2"
+        )
+    return not any(map(gathered.is_gathered, halves))
 
 
 def _is_dora(layer: Any, adapter: str) -> bool:

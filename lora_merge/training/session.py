@@ -15,14 +15,18 @@ from ..kernels.plan import untraced
 from ..merged_block import MergedBlock
 from ..models.claims import check_unread, is_read, let_read
 from ..models.guards import guarded, refuse
-from ..models.live import live
+from ..models.live import Live, live
 from ..models.pausing import note_training
 from ..models.steps import stepped, steps
+from ..shards import here
+from ..shards.layout import Layout
 from ..shards.ranks import Ranks
-from .check import check_trainable, tops
+from . import gathered
+from .check import acting_layers, check_trainable, tops
 from .dora import with_rows, zero_rows
 from .experts import Holders
-from .layers import Acting, acting, layers_of
+from .layers import Acting, layers_of
+from .values import Values
 
 _VERSION = attrgetter("_version")
 _STATES = 64
@@ -37,18 +41,22 @@ class _Merged(NamedTuple):
         adapters: parameters of the adapters that act.
         versions: of these.
         steps: how often optimizers had stepped.
+        values: of adapters in larger buffers.
         weights: base parameters that hold them; their version counters outside and inside.
         seed: that their rounding was drawn with.
+        number: the same for the same bits in the weights.
     """
 
     facts: list[Any]
     adapters: list[Tensor]
     versions: list[int]
     steps: int
+    values: Values
     weights: tuple[Tensor, ...]
     outside: tuple[int, ...]
     inside: tuple[int, ...]
     seed: int | None
+    number: int
 
     @property
     def stepped(self) -> bool:
@@ -58,18 +66,21 @@ class _Merged(NamedTuple):
     @property
     def written(self) -> bool:
         """Whether somebody has written to the adapters since."""
-        return self.stepped or list(map(_VERSION, self.adapters)) != self.versions
+        changed = self.stepped or list(map(_VERSION, self.adapters)) != self.versions
+        return changed or not self.values.same()
 
     @property
     def may_be_written(self) -> bool:
         """Whether somebody may have: an optimizer may hold other parameters, and write adapters by them."""
-        return self.steps != steps() or list(map(_VERSION, self.adapters)) != self.versions
+        changed = self.steps != steps() or list(map(_VERSION, self.adapters)) != self.versions
+        return changed or not self.values.same()
 
     def same_bits(self, other: _Merged) -> bool:
         """Return True if the weights hold the same bits inside both times."""
-        tensors = ([*map(id, one.adapters), *map(id, one.weights)] for one in (self, other))
+        places = [[here(t).data_ptr() for t in (*one.adapters, *one.weights)] for one in (self, other)]
         return (
-            len({tuple(some) for some in tensors}) == 1
+            places[0] == places[1]
+            and self.values.equal(other.values)
             and not self.written
             and all(getattr(self, of) == getattr(other, of) for of in ("versions", "outside", "seed", "facts"))
         )
@@ -101,6 +112,7 @@ class Training:
         self._hooked: set[int] = set()
         self._holders = Holders(self._standing)
         self._outermost: nn.Module | None = None
+        self._raised = self._sharded = False
         self._busy = False
         self._closed = False
         check_trainable(model, rounding)
@@ -108,7 +120,9 @@ class Training:
         for module in self._tops:
             note_training(module, self)
             self._hooks.append(module.register_forward_pre_hook(self._enter_model, prepend=True))
-            self._hooks.append(module.register_forward_hook(self._leave_model, always_call=True))
+            # Before what FSDP does with the output: what is hooked to it first is asked first in a backward pass.
+            left = module.register_forward_hook(self._leave_model, prepend=True, always_call=True)
+            self._hooks.append(left)
         for _, layer in layers_of(model):
             note_training(layer, self)
 
@@ -136,12 +150,15 @@ class Training:
             return
         self._busy = True
         try:
-            found = live(self._model)
-            # Facts are those inside: everything but values of the adapters.
-            values = self._merged is not None and found.snapshot().facts == self._merged.facts
-            stands = self._merged is not None and values and not anew and not self._merged.may_be_written
-            if found.ranks.any(not stands):
-                self._merge(found.ranks, values)
+            found, values = live(self._model), False
+            # What goes wrong on one rank alone is an error on all, before any of them waits for the others.
+            with found.ranks.vote("train_merged") as ballot:
+                if self._merged is not None:
+                    # Facts are those inside: everything but values of the adapters.
+                    values = found.snapshot().facts == self._merged.facts
+                ballot.flag = self._merged is None or not values or anew or self._merged.may_be_written
+            if ballot.flag:
+                self._merge(found, values)
         finally:
             self._busy = False
 
@@ -211,30 +228,33 @@ class Training:
             self._drawn.pop(next(iter(self._drawn)))
         return seed
 
-    def _acting(self) -> Iterator[tuple[nn.Module, Acting]]:
-        for name, layer in layers_of(self._model):
-            yield layer, acting(name, layer)
-
-    def _merge(self, ranks: Ranks, values: bool) -> None:
+    def _merge(self, found: Live, values: bool) -> None:
         """Merge what acts in the model now, in the place of what is merged; collective over the ranks.
 
         Args:
+            found: the model.
             values: whether nothing but values of the adapters has changed.
         """
-        with ranks.vote("train_merged"):
-            layers = self._layers if values else dict(self._acting())
+        ranks, before = found.ranks, self._merged
+        with ranks.vote("train_merged") as ballot:
+            if before is not None:
+                check_unread(before.weights)
+            layers = self._layers if values else dict(acting_layers(self._model, found))
+            for acts in layers.values() if values else ():
+                acts.check()
+            ballot.flag = any(acts.adapters for acts in layers.values())
+        acts_here = ballot.flag
+        self._sharded = found.sharded
         self._hook(layers)
-        before, now = self._merged, _merged(layers)._replace(seed=self._seed(layers, ranks))
+        now = _merged(layers, self.merges)._replace(seed=self._seed(layers, ranks) if acts_here else None)
         self._block.seed = now.seed
-        if before is not None:
-            check_unread(before.weights)
         self.before_write()
         try:
             if before is not None and self._block.remerge(values=values):
                 now = now._replace(outside=before.outside)
             else:
                 self._leave()
-                if not any(found.adapters for found in layers.values()):
+                if not acts_here:
                     return
                 zeros = zero_rows(self._model, layers)
                 self._block = MergedBlock(self._model, rounding=self.rounding)
@@ -244,11 +264,13 @@ class Training:
                 before = None
             facts = live(self._model).snapshot().facts if before is None or not values else before.facts
             now = now._replace(facts=facts, inside=tuple(map(_VERSION, now.weights)))
-            for same in (known for known in (before, self._last) if known is not None and known.same_bits(now)):
-                # A backward pass of a forward from before may go on.
-                now = now._replace(inside=same.inside)
-                torch._C._autograd._unsafe_set_version_counter(now.weights, now.inside)
-                break
+            for known in (before, self._last):
+                if not ranks.any(known is None or not known.same_bits(now)):
+                    assert known is not None
+                    # A backward pass of a forward from before may go on.
+                    now = now._replace(inside=known.inside, number=known.number)
+                    torch._C._autograd._unsafe_set_version_counter(now.weights, now.inside)
+                    break
             self._layers, self._merged = layers, now
             self._guard(values)
             let_read(layers, self)
@@ -265,7 +287,13 @@ class Training:
                 self._hooked.add(id(layer))
                 note_training(layer, self)
                 self._hooks.append(layer.register_forward_pre_hook(self._before_layer, prepend=True))
-                self._hooks.append(layer.register_forward_hook(self._after_layer, with_kwargs=True))
+                # Before what FSDP and ZeRO-3 do after a forward: they let go of the adapters' parameters.
+                after = layer.register_forward_hook(self._after_layer, prepend=True, with_kwargs=True)
+                self._hooks.append(after)
+            if layers[layer].cut and id(base := layers[layer].base) not in self._hooked:
+                self._hooked.add(id(base))
+                at_base = partial(self._after_base, layer)
+                self._hooks.append(base.register_forward_hook(at_base, prepend=True, with_kwargs=True))
 
     def _leave(self) -> None:
         if self._merged is not None:
@@ -300,14 +328,19 @@ class Training:
         # A module that is entered stands in no forward of those inside it: such a one was interrupted (Ctrl-C).
         if self._closed or self._outermost in self._tops[: self._tops.index(module)]:
             return
-        self._outermost = module
+        raised, self._outermost = self._raised or self._outermost is not None, module
         if not self._elsewhere():
+            if raised:
+                Layout(self._model).give_up_forward()
             self._refresh()
 
     @untraced
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is self._outermost:
-            self._outermost = None
+            self._outermost, self._raised = None, output is None
+        if self._sharded and self._merged is not None and torch.is_grad_enabled():
+            # Once units are gathered for a backward pass, it is too late to merge for it.
+            gathered.ask_first(output, self._ready())
 
     def _elsewhere(self) -> bool:
         """Return True inside a `merged` block of the user's, which leaves nothing to do here."""
@@ -324,9 +357,16 @@ class Training:
 
     def _after_layer(self, layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
         """Give the adapters of a layer their gradients."""
-        if self._merged is None or not torch.is_grad_enabled():
+        if self._merged is None or not torch.is_grad_enabled() or self._layers[layer].cut:
             return None
         return self._layers[layer].attach(output, args[0] if args else next(iter(kwargs.values())), self._ready())
+
+    def _after_base(self, layer: nn.Module, base: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
+        """Give the adapters of a layer whose base tensor parallelism has cut their gradients."""
+        if self._merged is None or not torch.is_grad_enabled() or not self._layers[layer].cut:
+            return None
+        x = args[0] if args else next(iter(kwargs.values()))
+        return self._layers[layer].attach_to_base(output, x, self._ready())
 
     def _standing(self) -> Callable[[], None] | None:
         """Return `_ready` of a forward that begins now; None where it has no merged weights or no gradients."""
@@ -338,9 +378,9 @@ class Training:
 
         def ready() -> None:
             assert forward is not None
-            if self._merged is not forward and not forward.written and not self._closed:
+            if (self._merged is None or self._merged.number != forward.number) and not self._closed:
                 self._refresh()
-            if self._merged is None or self._merged.inside != forward.inside or forward.stepped:
+            if self._merged is None or self._merged.number != forward.number or forward.stepped:
                 raise InvalidInput(
                     "a backward pass of a forward that computed with other adapters than the model has now: with "
                     "train_merged call backward() before the optimizer steps and before set_adapter"
@@ -349,12 +389,13 @@ class Training:
         return ready
 
 
-def _merged(layers: dict[nn.Module, Acting]) -> _Merged:
+def _merged(layers: dict[nn.Module, Acting], number: int) -> _Merged:
     """Return what these layers are merged from now, before they are."""
     adapters = list({id(p): p for found in layers.values() for p in found.parameters}.values())
     weights = tuple(_weights(layers))
     versions, outside = list(map(_VERSION, adapters)), tuple(map(_VERSION, weights))
-    return _Merged([], adapters, versions, steps(), weights, outside, (), None)
+    values = Values(map(here, adapters))
+    return _Merged([], adapters, versions, steps(), values, weights, outside, (), None, number)
 
 
 def _state(layers: dict[nn.Module, Acting]) -> tuple[Any, ...]:
@@ -371,6 +412,7 @@ def _closed() -> Training:
     """Return what the hooks of a copied model call: they do nothing."""
     training = Training.__new__(Training)
     training._closed, training._merged, training._outermost, training._layers, training.merges = True, None, None, {}, 0
+    training._raised = training._sharded = False
     return training
 
 
@@ -390,8 +432,9 @@ def train_merged(model: nn.Module, *, rounding: str = "nearest") -> Training:
     `state_dict()` of the whole model holds merged values under the base's names, as inside `merged`.
 
     Args:
-        model: a PEFT model with LoRA or DoRA on Linear, Embedding or Conv layers, or trainable tokens; plain, under DDP
-            or under FSDP2.
+        model: a PEFT model with LoRA or DoRA on Linear, Embedding or Conv layers, LoRA on parameters (fused experts) or
+            trainable tokens; plain, under DDP, FSDP, DeepSpeed's ZeRO (the engine) or tensor parallelism by
+            `parallelize_module`: docs/training.md. Where it is sharded, making it and its forwards are collective.
         rounding: "nearest", or "stochastic", which keeps updates below half a step on average. What pushes or streams
             the model needs the same one, and has the trainer's draw: one for each version of the adapters. It takes
             several passes over the weights, see docs/training.md.

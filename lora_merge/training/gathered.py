@@ -1,0 +1,143 @@
+"""Adapters whose parameters are not at hand in a layer's forward: FSDP1 and DeepSpeed ZeRO-3 gather them for a call of
+their modules alone, tensor parallelism cuts what comes in and goes out there.
+
+Their modules are called as PEFT calls them. What they give is thrown away, as it lies in the merged weight already; the
+way back through them is kept. Hooks of whatever gathers, cuts and reduces then see what they see in PEFT's forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..errors import InvalidInput, UnsupportedAdapter
+from ..names import innermost
+from ..shards import zero3
+from ..shards.layout import Layout
+
+if TYPE_CHECKING:
+    from .layers import Acting
+
+
+class Carried(torch.autograd.Function):
+    """Pass `y` on, and give `added`, which lies in `y` already, the same gradient.
+
+    Args (of `apply`):
+        y: output of a layer.
+        added: what its adapters add to it, of the same shape.
+        ready: called before the gradients of the layer's own weight and input are taken.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, added: Tensor, ready: Callable[[], object]) -> Tensor:
+        ctx.ready, ctx.dtype = ready, added.dtype
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.ready()
+        return dy, dy.to(ctx.dtype), None
+
+
+class Input(torch.autograd.Function):
+    """Pass the input of adapters on. It gets no gradient from them, as that of the merged weight is all of it; but it
+    requires one where it did, which tells hooks when the backward pass of a module has ended."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> None:
+        return None
+
+
+def is_gathered(half: nn.Module) -> bool:
+    """Return True if a lora_A or lora_B has to be called for its parameters to be at hand, or does more than multiply
+    by them: something has hooks on it or is around it, or ZeRO-3 partitions it."""
+    inner = innermost(half)
+    hooks = inner._forward_hooks or inner._forward_pre_hooks
+    return bool(inner is not half or hooks or any(map(zero3.is_managed, inner.parameters(recurse=False))))
+
+
+def attach(y: Tensor, x: Tensor, layer: Any, adapter: str, scaling: float, ready: Callable[[], object]) -> Tensor:
+    """Return a layer's output with the way back to an adapter, through its modules.
+
+    Raises:
+        InvalidInput: they give another shape than the layer.
+    """
+    lora_A, lora_B = layer.lora_A[adapter], layer.lora_B[adapter]
+    x = Input.apply(x)
+    added = lora_B(lora_A(layer._cast_input_dtype(x, lora_A.weight.dtype))) * scaling
+    return carry(y, added, ready)
+
+
+def check(name: str, acts: Acting) -> None:
+    """Raise `UnsupportedAdapter` for adapters that cannot be trained under FSDP1, ZeRO-3 or tensor parallelism."""
+    layer = acts.layer
+    other = "a DoRA adapter" if acts.dora is not None else ""
+    other = "trainable tokens" if hasattr(layer, "trainable_tokens_delta") else other
+    other = "an adapter on a parameter" if hasattr(layer, "parameter_name") else other
+    if acts.adapters and other:
+        raise UnsupportedAdapter(
+            f"{name}: {other} cannot be trained on merged weights yet under FSDP1, DeepSpeed ZeRO-3 or tensor "
+            "parallelism: shard the model with FSDP2"
+        )
+    embeds = hasattr(acts.layer, "lora_embedding_A") and any(a in acts.layer.lora_embedding_A for a in acts.adapters)
+    if embeds and any(map(zero3.is_managed, acts.parameters)):
+        raise UnsupportedAdapter(
+            f"{name}: an adapter on an embedding under DeepSpeed ZeRO-3 cannot be trained on merged weights yet: shard "
+            "the model with FSDP2, use ZeRO-2, or leave the embedding out of target_modules"
+        )
+
+
+def carry(y: Tensor, added: Tensor, ready: Callable[[], object]) -> Tensor:
+    """Return `y` with the way back to what is added."""
+    if added.shape != y.shape:
+        raise InvalidInput(
+            f"train_merged: an adapter gives {tuple(added.shape)} where its layer gives {tuple(y.shape)}: it is "
+            "not cut as its base is; leave lora_A and lora_B out of the plan of parallelize_module, or cut them so "
+            "that PEFT's own forward runs"
+        )
+    return Carried.apply(y, added, ready)
+
+
+def ask_first(output: Any, ready: Callable[[], object]) -> None:
+    """Call `ready` when a backward pass reaches some of the tensors in a model's output."""
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda _: ready())
+
+
+# ---- what tells that adapters have changed ---------------------------------------------------------------------------
+
+
+def of_flat(found: Acting, layout: Layout) -> Acting:
+    """Return what acts in a layer of a model under FSDP1, whose modules do not always hold their parameters: with what
+    is here of them instead."""
+    kept = [place for adapter in found.adapters for place in _places(found.layer, adapter)]
+    # Adapters and bases lie in one tensor, whose version `merged` sets: what they hold is compared instead.
+    parameters = [tensor.data for owner, attribute in kept for tensor in _pieces(layout, owner, attribute)]
+    base = innermost(found.layer)
+    weights = [tensor for attribute, _ in layout.parameters(base) for tensor in _pieces(layout, base, attribute)]
+    return replace(found, parameters=parameters, weights=weights)
+
+
+def _places(layer: Any, adapter: str) -> Iterator[tuple[nn.Module, str]]:
+    """Yield where the parameters of an adapter are."""
+    if hasattr(layer, "lora_embedding_A") and adapter in layer.lora_embedding_A:
+        yield from ((layer.lora_embedding_A, adapter), (layer.lora_embedding_B, adapter))
+        return
+    for half in (innermost(layer.lora_A[adapter]), innermost(layer.lora_B[adapter])):
+        yield from ((half, attribute) for attribute in ("weight", "bias"))
+
+
+def _pieces(layout: Layout, owner: nn.Module, attribute: str) -> Iterator[Tensor]:
+    shard = layout.of(attribute, owner, attribute)
+    if shard is not None:
+        yield from (piece.tensor for piece in shard.pieces)
