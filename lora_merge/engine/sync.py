@@ -21,6 +21,8 @@ from .push.planner import MERGES, PushPlanner
 from .push.pusher import Pusher
 from .push.replica import SyncReport, check_handle
 from .push.sequence import check_pause
+from .push.sharing import Sharing, check_shareable
+from .transport.lent import LENT
 
 MODES = ("merged", "adapter")
 
@@ -46,6 +48,7 @@ class EngineSync(Pusher):
         pause: str = "keep",
         bucket_bytes: int = BUCKET_BYTES,
         strategy: str | None = None,
+        share: bool = False,
     ) -> None:
         if merge not in MERGES:
             raise InvalidInput(f"merge must be one of {', '.join(MERGES)}, got {merge!r}")
@@ -70,6 +73,8 @@ class EngineSync(Pusher):
         super().__init__(
             trainer, planner, pause=pause, mode=mode, rounding=rounding, computing=partial(computing, config_of(model))
         )
+        if share:
+            drive(self._share(model, planner, merge))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied or pickled, as `copy` and `pickle` ask for it."""
@@ -146,6 +151,18 @@ class EngineSync(Pusher):
                     else f"not the {self._pushed} of this one"
                 )
                 raise PushRefused(f"the engine holds {state}{whose}, {ours}; push() first")
+
+    async def _share(self, model: nn.Module, planner: PushPlanner, merge: str) -> None:
+        """Let the model's base weights lie in the engine."""
+        replicas = await self._introduce()
+        try:
+            check_shareable(replicas, merge, self._mode)
+            writer = await planner.base(replicas)
+            await self._sequence.tell(replicas[0], "lend", digest=writer.digest)
+            self._sharing = Sharing(model, writer, LENT.pop(replicas[0].workers[0].name))
+        finally:
+            planner.release()
+            await self._let_go()
 
     async def _push(self, mode: str | None, verify: bool) -> SyncReport:
         return await super()._push(None if mode is None else _checked(mode), verify)

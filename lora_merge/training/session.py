@@ -77,6 +77,7 @@ class Training:
     rounding = "nearest"
 
     def __init__(self, model: nn.Module) -> None:
+        self.before_write: Callable[[], None] = _nothing
         self.merges = 0
         self._model = model
         self._merged: _Merged | None = None
@@ -191,6 +192,7 @@ class Training:
         adapters = list({id(p): p for found in self._layers.values() for p in found.parameters}.values())
         versions, count, weights = list(map(_VERSION, adapters)), steps(), tuple(_weights(self._layers))
         outside = tuple(map(_VERSION, weights))
+        self.before_write()
         block = ExitStack()
         block.enter_context(merged(self._model))
         try:
@@ -210,6 +212,7 @@ class Training:
 
     def _leave(self) -> None:
         if self._merged is not None:
+            self.before_write()
             self._last, self._merged = self._merged, None
             self._block.close()
 
@@ -272,6 +275,10 @@ class Training:
                 )
 
         return ready
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _closed() -> Training:

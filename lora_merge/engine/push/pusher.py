@@ -23,6 +23,7 @@ from .introduction import hello, replicas_of
 from .planner import Planner, Transfer
 from .replica import Replica, SyncReport, engines_of, failure
 from .sequence import EngineSequence
+from .sharing import Sharing
 from .transfer import TransferRun
 from .warn import warn_of_calibrated, warn_of_differences
 
@@ -58,6 +59,7 @@ class Pusher:
         self._pushed: State | None = None
         self._warned_of_calibrated: set[int] = set()
         self._counted: tuple[Table, int, int] = ((), 0, 0)  # the last push's table, its tensors and bytes
+        self._sharing: Sharing | None = None
         self._lock = threading.Lock()
         self._beats = Heartbeat(self._sequence.beat)
 
@@ -91,6 +93,8 @@ class Pusher:
     async def aclose(self) -> None:
         """Free buffers and mapped memory, in the event loop of an `AsyncLLM`; see `close`."""
         self._closed = True
+        if self._sharing is not None:
+            self._sharing.close()
         if self._held:
             await self._let_go()
         await self._trainer.close()
@@ -175,6 +179,8 @@ class Pusher:
             self._planner.broke(error)
             raise error
         self._pushed = last.state
+        if self._sharing is not None:
+            self._sharing.pushed()
         self._fill(report, replicas, transfers)
         return report
 
