@@ -21,7 +21,7 @@ from .push.planner import MERGES, PushPlanner
 from .push.pusher import Pusher
 from .push.replica import SyncReport, check_handle
 from .push.sequence import check_pause
-from .push.sharing import Sharing, check_shareable
+from .push.sharing import Sharing, check_shareable, check_shared_arguments
 from .transport.lent import LENT
 
 MODES = ("merged", "adapter")
@@ -74,7 +74,8 @@ class EngineSync(Pusher):
             trainer, planner, pause=pause, mode=mode, rounding=rounding, computing=partial(computing, config_of(model))
         )
         if share:
-            drive(self._share(model, planner, merge))
+            check_shared_arguments(controls, world.size, merge, mode)
+            drive(self._share(model, planner))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied or pickled, as `copy` and `pickle` ask for it."""
@@ -152,19 +153,21 @@ class EngineSync(Pusher):
                 )
                 raise PushRefused(f"the engine holds {state}{whose}, {ours}; push() first")
 
-    async def _share(self, model: nn.Module, planner: PushPlanner, merge: str) -> None:
+    async def _share(self, model: nn.Module, planner: PushPlanner) -> None:
         """Let the model's base weights lie in the engine."""
         replicas = await self._introduce()
         try:
-            check_shareable(replicas, merge, self._mode)
+            check_shareable(replicas[0])
             writer = await planner.base(replicas)
             await self._sequence.tell(replicas[0], "lend", digest=writer.digest)
-            self._sharing = Sharing(model, writer, LENT.pop(replicas[0].workers[0].name))
+            self.sharing = Sharing(model, writer, LENT.pop(replicas[0].workers[0].name))
         finally:
             planner.release()
             await self._let_go()
 
     async def _push(self, mode: str | None, verify: bool) -> SyncReport:
+        if self.sharing is not None and mode == "adapter":
+            raise InvalidInput("mode='adapter': the engine shares the trainer's weights, which are merged ones")
         return await super()._push(None if mode is None else _checked(mode), verify)
 
 

@@ -11,20 +11,43 @@ import models
 import pytest
 import torch
 from engines import ask, assert_answers, engine
+from torch import Tensor, nn
 from weight_bits import bits_of
 
 from lora_merge import InvalidInput, PushRefused, VllmSync
+from lora_merge.engine.vllm.loading.loader import Loader
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 no_leftovers = engines.no_leftovers
 LOADED = {"load_format": "auto"}
 
 
+@pytest.fixture
+def plain_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear layers of vLLM on a CPU keep their weights as they were loaded, as on a GPU; see shared_weights.py, which
+    does it for processes of their own."""
+    from vllm.model_executor.layers import utils
+
+    def plain(layer: nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = nn.functional.linear  # type: ignore[assignment]
+
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", plain)
+    monkeypatch.setattr(Loader, "_laid_anew", lambda self: [])
+
+
 def base_bits(model: Any) -> dict[str, Any]:
     return {name: bits_of(tensor) for name, tensor in model.state_dict().items() if "lora_" not in name}
 
 
-def test_a_trainer_and_an_engine_with_one_copy(tmp_path: Path) -> None:
+def base_of(model: nn.Module) -> list[Tensor]:
+    return [p for name, p in model.named_parameters() if "lora_" not in name]
+
+
+def parameters_of(llm: Any) -> list[Tensor]:
+    return list(llm.apply_model(lambda model: list(model.parameters()))[0])
+
+
+def test_a_trainer_and_an_engine_with_one_copy(plain_layout: None, tmp_path: Path) -> None:
     """Parameters are views of the engine's; a push moves nothing; the base comes back bit for bit."""
     model = models.with_lora(engines.qwen2, target_modules=engines.LINEARS)
     base = base_bits(model)
@@ -32,15 +55,18 @@ def test_a_trainer_and_an_engine_with_one_copy(tmp_path: Path) -> None:
     tokens = torch.tensor(engines.prompts()[:1])
     with engine(model, tmp_path / "base", **LOADED) as llm:
         with closing(VllmSync(model, llm, share=True)) as sync:
-            assert sync._sharing is not None
-            print(sync._sharing)
+            assert sync.sharing is not None
+            assert sync.sharing.shared == sum(p.nbytes for p in base_of(model)), sync.sharing
+            assert not sync.sharing.apart
+            theirs = {p.untyped_storage().data_ptr() for p in parameters_of(llm)}
+            assert all(p.untyped_storage().data_ptr() in theirs for p in base_of(model))
             for _ in range(3):
                 loss = model(input_ids=tokens, labels=tokens).loss
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 report = sync.push()
-                print(report)
+                assert (report.shared, report.nbytes) == (sync.sharing.shared, 0)
                 assert_answers(ask(llm), model)
                 sync.check()
                 with torch.no_grad(), model.disable_adapter():
@@ -54,10 +80,14 @@ def test_a_trainer_and_an_engine_with_one_copy(tmp_path: Path) -> None:
         assert base_bits(model) == base
 
 
-def test_what_cannot_be_shared(tmp_path: Path) -> None:
+def test_what_cannot_be_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.with_lora(engines.qwen2, target_modules=engines.LINEARS)
-    with engine(model, tmp_path / "base") as llm, pytest.raises(InvalidInput, match="engine holds other values"):
-        VllmSync(model, llm, share=True)
+    with engine(model, tmp_path / "base") as llm:
+        with pytest.raises(InvalidInput, match="engine holds other values"):
+            VllmSync(model, llm, share=True)
+        monkeypatch.setattr(llm.llm_engine.vllm_config.model_config, "enable_sleep_mode", True)
+        with pytest.raises(PushRefused, match="enable_sleep_mode=True"):
+            VllmSync(model, llm, share=True)
     with engine(model, tmp_path / "base", processes=True, **LOADED) as llm:
         with pytest.raises(PushRefused, match="expected one worker in this process"):
             VllmSync(model, llm, share=True)

@@ -39,6 +39,9 @@ class Pusher:
         rounding: of merged weights.
         healing: of dirty engines, in words.
         computing: how the trainer's model computes, as of `computing` in configs.py.
+
+    Attributes:
+        sharing: what the trainer and an engine of its process hold once; None where they share nothing.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class Pusher:
         self._pushed: State | None = None
         self._warned_of_calibrated: set[int] = set()
         self._counted: tuple[Table, int, int] = ((), 0, 0)  # the last push's table, its tensors and bytes
-        self._sharing: Sharing | None = None
+        self.sharing: Sharing | None = None
         self._lock = threading.Lock()
         self._beats = Heartbeat(self._sequence.beat)
 
@@ -93,8 +96,8 @@ class Pusher:
     async def aclose(self) -> None:
         """Free buffers and mapped memory, in the event loop of an `AsyncLLM`; see `close`."""
         self._closed = True
-        if self._sharing is not None:
-            self._sharing.close()
+        if self.sharing is not None:
+            self.sharing.close()
         if self._held:
             await self._let_go()
         await self._trainer.close()
@@ -179,8 +182,8 @@ class Pusher:
             self._planner.broke(error)
             raise error
         self._pushed = last.state
-        if self._sharing is not None:
-            self._sharing.pushed()
+        if self.sharing is not None:
+            self.sharing.pushed()
         self._fill(report, replicas, transfers)
         return report
 
@@ -270,6 +273,9 @@ class Pusher:
         if table is not self._counted[0]:
             self._counted = table, len(metas(table)), sum(slot.nbytes for slots in table for slot in slots)
         _, report.tensors, report.nbytes = self._counted
+        if self.sharing is not None:
+            report.shared = self.sharing.shared
+            report.nbytes -= report.shared
         kinds = {kind for one in transfers for kind in (*self._trainer.kinds(one.route), one.payload.transport)}
         report.transports = tuple(sorted(kinds - {""}))
         shares = [replica.coverage for replica in replicas]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from ...names import named_tensors
 from ...stream.bucket_writer import BucketWriter
 from ...stream.direct_targets import DirectTargets
 from ...training.session import Training
+from ..control.base import Control
 from ..transport.lent import Lent
 from .replica import Replica
 
@@ -158,23 +159,31 @@ def _view(name: str, shape: Sequence[int], dtype: torch.dtype, targets: DirectTa
         return here.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride()), ""
 
 
-def check_shareable(replicas: Sequence[Replica], merge: str, mode: str) -> None:
-    """Raise unless engines are such that a trainer can share their weights."""
+def check_shared_arguments(controls: Sequence[Control], ranks: int, merge: str, mode: str) -> None:
+    """Raise `InvalidInput` unless arguments are such that a trainer can share its weights."""
     if mode != "merged" or merge == "engine":
         raise InvalidInput(
             f"share=True got mode={mode!r}, merge={merge!r}: what is shared holds merged weights; pass mode='merged' "
             "and merge='trainer'"
         )
-    if len(replicas) != 1:
-        raise InvalidInput(f"share=True got {len(replicas)} engines: a trainer shares its weights with one engine")
-    workers = replicas[0].workers
-    if len(workers) != 1 or workers[0].pid != os.getpid():
-        raise PushRefused(
-            f"share=True: the engine has {len(workers)} workers, in processes "
-            f"{', '.join(str(worker.pid) for worker in workers)}; expected one worker in this process: an LLM with "
-            "tensor_parallel_size=1 and VLLM_ENABLE_V1_MULTIPROCESSING=0"
+    if len(controls) != 1 or controls[0].suspends or ranks != 1:
+        raise InvalidInput(
+            f"share=True got {len(controls)} engines on {ranks} trainer ranks: expected one LLM in the process of one "
+            "trainer"
         )
-    if workers[0].cumem:
+
+
+def check_shareable(replica: Replica) -> None:
+    """Raise `PushRefused` unless a trainer of this process can share an engine's weights."""
+    workers = replica.workers
+    if len(workers) != 1 or workers[0].pid != os.getpid():
+        pids = ", ".join(str(worker.pid) for worker in workers)
+        raise PushRefused(
+            f"share=True: the engine has {len(workers)} workers, in processes {pids}; expected one worker in this "
+            "process: an LLM with tensor_parallel_size=1 and VLLM_ENABLE_V1_MULTIPROCESSING=0"
+        )
+    config: Any = getattr(replica.handle, "config", dict)()
+    if getattr(getattr(config, "model_config", None), "enable_sleep_mode", False):
         raise PushRefused(
             "share=True: the engine was started with enable_sleep_mode=True, and its sleep would take the trainer's "
             "weights along: start it without"
