@@ -22,6 +22,8 @@ from .push.planner import MERGES, PushPlanner
 from .push.pusher import Pusher
 from .push.replica import SyncReport, check_handle
 from .push.sequence import check_pause
+from .push.sharing import Sharing, check_shareable, check_shared_arguments
+from .transport.lent import LENT
 
 MODES = ("merged", "adapter")
 
@@ -47,6 +49,7 @@ class EngineSync(Pusher):
         pause: str = "keep",
         bucket_bytes: int = BUCKET_BYTES,
         strategy: str | None = None,
+        share: bool = False,
     ) -> None:
         if merge not in MERGES:
             raise InvalidInput(f"merge must be one of {', '.join(MERGES)}, got {merge!r}")
@@ -71,6 +74,9 @@ class EngineSync(Pusher):
         super().__init__(
             trainer, planner, pause=pause, mode=mode, rounding=rounding, computing=partial(computing, config_of(model))
         )
+        if share:
+            check_shared_arguments(controls, world.size, merge, mode)
+            drive(self._share(model, planner))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied or pickled, as `copy` and `pickle` ask for it."""
@@ -147,6 +153,19 @@ class EngineSync(Pusher):
                     else f"not the {self._pushed} of this one"
                 )
                 raise PushRefused(f"the engine holds {state}{whose}, {ours}; push() first")
+
+    async def _share(self, model: nn.Module, planner: PushPlanner) -> None:
+        """Let the model's base weights lie in the engine."""
+        replicas = await self._introduce()
+        try:
+            check_shareable(replicas[0])
+            writer = await planner.base(replicas)
+            await self._sequence.tell(replicas[0], "lend", digest=writer.digest)
+            lent = LENT.pop(replicas[0].workers[0].name)
+            self.sharing = Sharing(model, writer, lent, self._weights.rounding)
+        finally:
+            planner.release()
+            await self._let_go()
 
     async def _push(self, mode: str | None, verify: bool) -> SyncReport:
         mode = self._mode if mode is None else _checked(mode)

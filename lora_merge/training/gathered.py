@@ -7,21 +7,16 @@ way back through them is kept. Hooks of whatever gathers, cuts and reduces then 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..errors import InvalidInput, UnsupportedAdapter
+from ..errors import InvalidInput
 from ..names import innermost
 from ..shards import zero3
-from ..shards.layout import Layout
-
-if TYPE_CHECKING:
-    from .layers import Acting
 
 
 class Carried(torch.autograd.Function):
@@ -77,25 +72,6 @@ def attach(y: Tensor, x: Tensor, layer: Any, adapter: str, scaling: float, ready
     return carry(y, added, ready)
 
 
-def check(name: str, acts: Acting) -> None:
-    """Raise `UnsupportedAdapter` for adapters that cannot be trained under FSDP1, ZeRO-3 or tensor parallelism."""
-    layer = acts.layer
-    other = "a DoRA adapter" if acts.dora is not None else ""
-    other = "trainable tokens" if hasattr(layer, "trainable_tokens_delta") else other
-    other = "an adapter on a parameter" if hasattr(layer, "parameter_name") else other
-    if acts.adapters and other:
-        raise UnsupportedAdapter(
-            f"{name}: {other} cannot be trained on merged weights yet under FSDP1, DeepSpeed ZeRO-3 or tensor "
-            "parallelism: shard the model with FSDP2"
-        )
-    embeds = hasattr(acts.layer, "lora_embedding_A") and any(a in acts.layer.lora_embedding_A for a in acts.adapters)
-    if embeds and any(map(zero3.is_managed, acts.parameters)):
-        raise UnsupportedAdapter(
-            f"{name}: an adapter on an embedding under DeepSpeed ZeRO-3 cannot be trained on merged weights yet: shard "
-            "the model with FSDP2, use ZeRO-2, or leave the embedding out of target_modules"
-        )
-
-
 def carry(y: Tensor, added: Tensor, ready: Callable[[], object]) -> Tensor:
     """Return `y` with the way back to what is added."""
     if added.shape != y.shape:
@@ -112,32 +88,3 @@ def ask_first(output: Any, ready: Callable[[], object]) -> None:
     for tensor in tree_leaves(output):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             tensor.register_hook(lambda _: ready())
-
-
-# ---- what tells that adapters have changed ---------------------------------------------------------------------------
-
-
-def of_flat(found: Acting, layout: Layout) -> Acting:
-    """Return what acts in a layer of a model under FSDP1, whose modules do not always hold their parameters: with what
-    is here of them instead."""
-    kept = [place for adapter in found.adapters for place in _places(found.layer, adapter)]
-    # Adapters and bases lie in one tensor, whose version `merged` sets: what they hold is compared instead.
-    parameters = [tensor.data for owner, attribute in kept for tensor in _pieces(layout, owner, attribute)]
-    base = innermost(found.layer)
-    weights = [tensor for attribute, _ in layout.parameters(base) for tensor in _pieces(layout, base, attribute)]
-    return replace(found, parameters=parameters, weights=weights)
-
-
-def _places(layer: Any, adapter: str) -> Iterator[tuple[nn.Module, str]]:
-    """Yield where the parameters of an adapter are."""
-    if hasattr(layer, "lora_embedding_A") and adapter in layer.lora_embedding_A:
-        yield from ((layer.lora_embedding_A, adapter), (layer.lora_embedding_B, adapter))
-        return
-    for half in (innermost(layer.lora_A[adapter]), innermost(layer.lora_B[adapter])):
-        yield from ((half, attribute) for attribute in ("weight", "bias"))
-
-
-def _pieces(layout: Layout, owner: nn.Module, attribute: str) -> Iterator[Tensor]:
-    shard = layout.of(attribute, owner, attribute)
-    if shard is not None:
-        yield from (piece.tensor for piece in shard.pieces)

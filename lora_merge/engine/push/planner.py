@@ -148,6 +148,10 @@ class PushPlanner(Planner):
         state = State("merged", report.version, trainer=self._trainer.name)
         return [await self._full(state, self._weights, writer, replicas, report, verify)]
 
+    async def base(self, replicas: Sequence[Replica]) -> BucketWriter:
+        """Return the stream of the base, as it fits the engines."""
+        return await self._check(self._base, replicas)
+
     def _in_engine(self, replicas: Sequence[Replica]) -> bool:
         """Return True if the engines are to merge; the same on every rank."""
         if self._merge != "auto":

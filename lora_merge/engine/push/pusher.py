@@ -23,6 +23,7 @@ from .introduction import hello, replicas_of
 from .planner import Planner, Transfer
 from .replica import Replica, SyncReport, engines_of, failure
 from .sequence import EngineSequence
+from .sharing import Sharing
 from .transfer import TransferRun
 from .warn import warn_of_calibrated, warn_of_differences
 
@@ -36,6 +37,9 @@ class Pusher:
         mode: of the first push, unless it says another.
         healing: of dirty engines, in words.
         computing: how the trainer's model computes, as of `computing` in configs.py.
+
+    Attributes:
+        sharing: what the trainer and an engine of its process hold once; None where they share nothing.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Pusher:
         self._pushed: State | None = None
         self._warned_of_calibrated: set[int] = set()
         self._counted: tuple[Table, int, int] = ((), 0, 0)  # the last push's table, its tensors and bytes
+        self.sharing: Sharing | None = None
         self._lock = threading.Lock()
         self._beats = Heartbeat(self._sequence.beat)
 
@@ -89,6 +94,8 @@ class Pusher:
     async def aclose(self) -> None:
         """Free buffers and mapped memory, in the event loop of an `AsyncLLM`; see `close`."""
         self._closed = True
+        if self.sharing is not None:
+            self.sharing.close()
         if self._held:
             await self._let_go()
         await self._trainer.close()
@@ -173,6 +180,8 @@ class Pusher:
             self._planner.broke(error)
             raise error
         self._pushed = last.state
+        if self.sharing is not None:
+            self.sharing.pushed()
         self._fill(report, replicas, transfers)
         return report
 
@@ -262,6 +271,9 @@ class Pusher:
         if table is not self._counted[0]:
             self._counted = table, len(metas(table)), sum(slot.nbytes for slots in table for slot in slots)
         _, report.tensors, report.nbytes = self._counted
+        if self.sharing is not None:
+            report.shared = self.sharing.shared
+            report.nbytes -= report.shared
         kinds = {kind for one in transfers for kind in (*self._trainer.kinds(one.route), one.payload.transport)}
         report.transports = tuple(sorted(kinds - {""}))
         shares = [replica.coverage for replica in replicas]

@@ -32,6 +32,7 @@ class SyncReport:
         seconds: by phase: check, pause (until requests have ended, where they are waited for or ended; those that are
             kept stop with the transfer), transfer (merge, send and load; caches are reset beside it), finish, resume
             (0 where it went with the last message).
+        shared: number of bytes that moved nowhere, as trainer and engine hold them once (`share=True`).
         base_sent: whether the base had to go first, where the engine serves or merges the adapter.
         merge: who added the adapters to the base: "trainer" or "engine"; "" in adapter mode.
         merge_why: why the trainer merged where engines could have; "" otherwise.
@@ -53,6 +54,7 @@ class SyncReport:
     version: int
     mode: str
     nbytes: int = 0
+    shared: int = 0
     tensors: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     base_sent: bool = False
@@ -94,10 +96,11 @@ class SyncReport:
             why += f"; KV cache scales of the engine's checkpoint kept: {self.calibrated}"
         if self.differs:
             why += f"; an engine computes otherwise: {self.differs}"
+        once = f" and {self.shared / 1e6:.1f} MB held once" if self.shared else ""
         over = f" over {'+'.join(self.transports)}" if self.transports else ""
         return (
             f"{self.mode}@{self.version}{by}{base}{over}: {self.tensors} tensors{note}, "
-            f"{self.nbytes / 1e6:.1f} MB, {self.gb_s:.1f} GB/s; ms: {phases}{why}"
+            f"{self.nbytes / 1e6:.1f} MB{once}, {self.gb_s:.1f} GB/s; ms: {phases}{why}"
         )
 
 

@@ -51,6 +51,11 @@ class VllmSync(EngineSync):
             first, "abort" ends them. A push that changes the mode waits where others keep.
         bucket_bytes: size in bytes of each of two buckets, where buckets are needed; larger tensors are cut.
         strategy: as for `MergedWeights`.
+        share: hold the weights once: base weights of the model that the engine keeps in the same dtype become views of
+            the engine's, their own memory is freed, and the model trains on merged weights (`train_merged`) in the
+            engine's memory. Between two pushes the engine is dirty from the trainer's first write on: `check` and
+            `generate` refuse. `sync.sharing` says what is shared and what is not; `close` gives the model memory of
+            its own. For one in-process `LLM` without sleep mode, tensor_parallel_size 1, started on the model's base.
 
     Raises:
         InvalidInput: an argument that does not fit.

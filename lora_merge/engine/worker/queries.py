@@ -10,6 +10,7 @@ from typing import Any
 
 from ...stream.buckets import from_json
 from ..payload.spec import UpdateSpec
+from ..transport.lent import LENT, Lent
 from ..transport.liveness import error_text
 from ..transport.routing import introduction
 from .loader import DryRunReport
@@ -130,6 +131,13 @@ def blocked_tensors(worker: Worker, session: WorkerSession, digest: str) -> dict
     """Return the names in a table that are more here than boxes of parameters in their dtype, as `blocked`."""
     report = _report(session, digest)
     return {"blocked": sorted(report.staged.union(report.copies).difference(report.targets.views))}
+
+
+@OPERATIONS.register
+def lend(worker: Worker, session: WorkerSession, digest: str) -> dict[str, Any]:
+    """Lend the trainer of this process the places of what a table fills (`LENT`)."""
+    LENT[session.name] = Lent(_report(session, digest).targets, session.mark_overwritten)
+    return {}
 
 
 @OPERATIONS.register
