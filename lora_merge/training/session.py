@@ -248,15 +248,20 @@ class Training:
         self._hook(layers)
         now = _merged(layers, self.merges)._replace(seed=self._seed(layers, ranks) if acts_here else None)
         self._block.seed = now.seed
-        self.before_write()
         try:
+            if before is not None:
+                self.before_write()
             if before is not None and self._block.remerge(values=values):
                 now = now._replace(outside=before.outside)
             else:
                 self._leave()
                 if not acts_here:
                     return
+                # Outside, tied weights are themselves again, and versions those of the base.
+                layers = dict(acting_layers(self._model, live(self._model)))
+                now = _merged(layers, self.merges)._replace(seed=now.seed)
                 zeros = zero_rows(self._model, layers)
+                self.before_write()
                 self._block = MergedBlock(self._model, rounding=self.rounding)
                 self._block.seed = now.seed
                 self._block.enter()

@@ -45,6 +45,33 @@ def test_the_stream_is_that_of_the_paused_model(name: str) -> None:
             assert as_it_lies.keys() == streamed(model).keys()  # merges what was trained meanwhile
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_stream_between_forward_and_backward(name: str) -> None:
+    """It merges the same bits again; the backward pass goes on, also after a pause. Where a tied weight has users of its
+    own inside, these are others then, and it is refused."""
+    model = MODELS[name]()
+    with train_merged(model) as training:
+        for _ in range(2):
+            loss_of(model).backward()
+            wanted = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            model.zero_grad()
+            loss = loss_of(model)
+            streamed(model)
+            training.pause()
+            streamed(model)
+            if name == "tied embedding":
+                with pytest.raises(InvalidInput, match="computed with other adapters"):
+                    loss.backward()
+                return
+            loss.backward()
+            for key, parameter in model.named_parameters():
+                if key in wanted:
+                    assert parameter.grad is not None
+                    assert_same_bits(parameter.grad, wanted[key], key)
+            model.zero_grad()
+            shake(model)
+
+
 def test_what_other_streams_read() -> None:
     """The base, other roundings, named adapters, and other dtypes."""
     model = adapted(models.qwen2, torch.bfloat16, target_modules=LINEARS)
