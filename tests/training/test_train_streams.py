@@ -47,8 +47,8 @@ def test_the_stream_is_that_of_the_paused_model(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_stream_between_forward_and_backward(name: str) -> None:
-    """It merges the same bits again; the backward pass goes on, also after a pause. Where a tied weight has users of its
-    own inside, these are others then, and it is refused."""
+    """It merges the same bits again; the backward pass goes on, also after a pause. Where a tied weight has users of
+    its own inside, these are others then, and it is refused."""
     model = MODELS[name]()
     with train_merged(model) as training:
         for _ in range(2):
