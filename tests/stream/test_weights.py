@@ -408,8 +408,9 @@ def test_replicated_layers_and_a_head_tied_by_hand(tmp_path: Path) -> None:
 
 
 def test_an_adapter_in_two_places_is_sent_under_both_names() -> None:
-    """An engine has a module for each."""
-    weights = MergedWeights(models.with_lora(block_in_two_places, target_modules=["q_proj"]))
+    """An engine has a module for each, and adds their product: the scaling is in it."""
+    model = models.with_lora(block_in_two_places, target_modules=["q_proj"], r=4, lora_alpha=6)
+    weights = MergedWeights(model)
     source = AdapterSource(weights, writer_of(weights), torch.float32)
     assert source.modules == [f"model.layers.{layer}.self_attn.q_proj" for layer in (0, 1)]
     buffer = torch.empty(source.capacity, dtype=torch.uint8)
@@ -417,6 +418,11 @@ def test_an_adapter_in_two_places_is_sent_under_both_names() -> None:
     sent = {slot.name: slot.view(buffer) for slot in source.table[0]}
     for name, tensor in sent.items():
         assert_same_bits(tensor, sent[name.replace(".layers.1.", ".layers.0.")], name)
+    base = {name: tensor.clone() for name, tensor in MergedWeights(model, adapters=False)}
+    merged = {name: tensor.clone() for name, tensor in MergedWeights(model)}
+    for module in source.modules:
+        added = sent[f"{module}.lora_B.weight"] @ sent[f"{module}.lora_A.weight"]
+        torch.testing.assert_close(base[f"{module}.weight"] + added, merged[f"{module}.weight"])
 
 
 def test_a_transposed_view_is_no_tie() -> None:
