@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,8 +18,9 @@ import warm
 NAME = "LORA_MERGE_TEST_NAME"
 
 
-def here() -> tuple[Any, ...]:
-    return os.environ.get(NAME), "PYTHONPATH" in os.environ, str(Path.cwd()), os.getpgid(0), torch.get_num_threads()
+def here(threads: int | None = None) -> tuple[Any, ...]:
+    threads = torch.get_num_threads() if threads is None else threads
+    return os.environ.get(NAME), "PYTHONPATH" in os.environ, str(Path.cwd()), os.getpgid(0), threads
 
 
 def tell(told: Any, deeper: bool) -> None:
@@ -40,6 +42,8 @@ def fail_as_sglang_does() -> None:
 
 def test_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     context, pids = multiprocessing.get_context(warm.METHOD), []
+    command = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
+    threads = int(subprocess.check_output(command))  # a test before may have set others here
     monkeypatch.delenv("PYTHONPATH", raising=False)
     for name in ("first", "second"):
         monkeypatch.setenv(NAME, name)
@@ -49,8 +53,8 @@ def test_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytes
         process = context.Process(target=tell, args=(told, True))
         process.start()
         pids.append(process.pid)
-        assert told.get(timeout=120) == here()
-        assert told.get(timeout=120) == ("deeper", *here()[1:])
+        assert told.get(timeout=120) == here(threads)
+        assert told.get(timeout=120) == ("deeper", *here(threads)[1:])
         process.join()
         assert process.exitcode == 7
     printed = capfd.readouterr().out
