@@ -39,8 +39,8 @@ class Trained(Merging):
                 self.training = train_merged(self.module, rounding=options.rounding)
             except (InvalidInput, UnsupportedAdapter) as error:
                 raise TrainerRefused(
-                    f"{SWITCH}_TRAIN=merged: {error}. (In verl: actor_rollout_ref.actor.strategy=fsdp2, LoRA without "
-                    f"dropout.) Or leave {SWITCH}_TRAIN out, which trains as PEFT computes"
+                    f"{SWITCH}_TRAIN=merged: {error}. (In verl: the strategy fsdp or fsdp2, LoRA without dropout.) Or "
+                    f"leave {SWITCH}_TRAIN out, which trains as PEFT computes"
                 ) from error
             RELEASE.announce_training()
 
