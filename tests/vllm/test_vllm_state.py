@@ -359,10 +359,14 @@ def test_what_slept_wakes_wholly_when_a_push_has_healed_it(llm: LLM, monkeypatch
         woken.append(tag)
         sleeping[0] = False
 
+    def cache_asleep() -> bool:
+        return "kv_cache" not in woken
+
     def breaks(*args: Any) -> None:
         raise RuntimeError("injected")
 
     monkeypatch.setattr(lora_merge.engine.vllm.session, "asleep", lambda: sleeping[0])
+    monkeypatch.setattr(lora_merge.engine.vllm.session, "cache_asleep", cache_asleep)
     monkeypatch.setattr(sync._trainer.controls[0], "wake", wake)
     with monkeypatch.context() as patched:
         patched.setattr(BucketWriter, "fill", breaks)
@@ -703,13 +707,15 @@ def pretend_sleep(
 
     async def wake(tag: str) -> None:
         calls.append(tag)
-        level[0] = 0
+        if tag == "weights":
+            level[0] = 0
 
     async def sleep(to: int) -> None:
         calls.append(to)
         level[0] = level[0] if deaf else to
 
     monkeypatch.setattr(lora_merge.engine.vllm.session, "asleep", lambda: level[0])
+    monkeypatch.setattr(lora_merge.engine.vllm.session, "cache_asleep", lambda: "kv_cache" not in calls)
     monkeypatch.setattr(sync._trainer.controls[0], "wake", wake)
     monkeypatch.setattr(sync._trainer.controls[0], "sleep", sleep)
     return level, calls

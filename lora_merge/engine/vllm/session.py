@@ -16,9 +16,9 @@ from .loading.loader import Loader
 
 def session_of(model: nn.Module, model_config: Any, device: torch.device) -> WorkerSession:
     """Return the `WorkerSession` of a model, for one call to a worker."""
-    return kept(
-        model, lambda: WorkerSession(Loader(Modules(model), model_config, device), lambda: asleep(), cache_asleep)
-    )
+    # By name at each call: tests replace both, as CPUs have no sleep mode.
+    sleep = (lambda: asleep(), lambda: cache_asleep())
+    return kept(model, lambda: WorkerSession(Loader(Modules(model), model_config, device), *sleep))
 
 
 def asleep() -> int:
