@@ -9,9 +9,11 @@ from functools import partial
 from typing import Any
 
 import models
+import peft
 import pytest
 import torch
 from helpers import assert_same_bits
+from packaging.version import Version
 from peft import LoraConfig, PeftModel, TrainableTokensConfig, get_peft_model
 from torch import Tensor, nn
 
@@ -133,9 +135,10 @@ MODELS: dict[str, Callable[[torch.dtype], PeftModel]] = {
     "tokens, dora": lambda dtype: adapted(
         models.qwen2, dtype, target_modules=LINEARS, trainable_token_indices={"embed_tokens": [50, 3, 4, 8]}, **DORA
     ),
-    "tokens of two": lambda dtype: two_of_tokens().to(dtype),
     "beside dora": lambda dtype: beside_dora().to(dtype),
 }
+if Version(peft.__version__) >= Version("0.19"):  # before, PEFT cannot copy such a model
+    MODELS["tokens of two"] = lambda dtype: two_of_tokens().to(dtype)
 
 
 def layers_of(model: nn.Module) -> dict[str, Any]:
@@ -274,7 +277,9 @@ def test_the_base_between_forward_and_backward(name: str) -> None:
         assert_same_bits(gradient, wanted[key], key)
 
 
-@pytest.mark.parametrize("name", ["dora", "dora, scaled embedding", "tokens, tied", "bias", "tokens of two"])
+@pytest.mark.parametrize(
+    "name", [n for n in ("dora", "dora, scaled embedding", "tokens, tied", "bias", "tokens of two") if n in MODELS]
+)
 def test_changed_adapters_are_refused(name: str) -> None:
     """Every parameter of an adapter counts, magnitudes and rows too."""
     model = MODELS[name](torch.float32)

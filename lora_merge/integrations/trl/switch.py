@@ -35,7 +35,9 @@ def _attached_first(method: Callable[..., Any]) -> Callable[..., Any]:
     def first(self: Any, *args: Any, **kwargs: Any) -> Any:
         detached = getattr(self, "_lora_merge_detached", False)
         if _rolls_out_by_trl(self) and attached(self) is None and not detached and attach(self) is not None:
-            return getattr(self, method.__name__)(*args, **kwargs)  # which attaching may have replaced
+            replaced = vars(self).get(method.__name__)  # by attaching
+            if replaced is not None:
+                return replaced(*args, **kwargs)
         return method(self, *args, **kwargs)
 
     return first
