@@ -153,7 +153,6 @@ def test_an_interrupt(base: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("flags", "message"), [
     ({"lora_dropout": "0.05"}, r"LORA_MERGE_TRAIN=merged: .*lora_dropout=0\.05.*--lora_dropout 0"),
-    ({"use_dora": "true"}, r"LORA_MERGE_TRAIN=merged: .*Dora"),
     ({"tuner_type": "full"}, r"LORA_MERGE_TRAIN=merged: .*no LoRA layers.*--tuner_type lora"),
     ({"vllm_enable_lora": "true"}, r"LORA_MERGE_TRAIN=merged .*--vllm_enable_lora true"),
 ])  # fmt: skip
