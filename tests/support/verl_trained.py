@@ -17,7 +17,6 @@ from verl.workers.engine.fsdp import transformer_impl
 from verl_engines import engine_of
 from verl_ranks import assert_is_merge, batch, float64_merge, is_base, log_probs, step, taken, whole
 
-from lora_merge.errors import InvalidInput
 from lora_merge.integrations.compat import TrainerRefused
 
 STEPS = 4
@@ -131,5 +130,5 @@ def refused(rank: int, folder: Path) -> None:
             engine_of(folder / "model", **changes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LORA_MERGE_ROUNDING", "stochastic")
-        with pytest.raises(InvalidInput, match="LORA_MERGE_TRAIN, LORA_MERGE_MODE, LORA_MERGE_ROUNDING"):
+        with pytest.raises(TrainerRefused, match="float32, of which rounding='stochastic' rounds nothing"):
             engine_of(folder / "model")

@@ -65,6 +65,7 @@ def arguments(place: Path, steps: int, *more: str) -> list[str]:
         f"{rollout}.max_model_len=64",
         f"{rollout}.max_num_seqs=16",
         f"{rollout}.log_prob_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
         f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes=64",
         f"{rollout}.agent.num_workers=1",
         "reward.num_workers=1",
