@@ -173,6 +173,11 @@ class MergedWeights:
                 f"rounding={training.rounding!r}: what is served would not be what is trained; pass one rounding to "
                 "train_merged and to what pushes or streams"
             )
+        if training is not None and self.rounding == "stochastic" and self.strategy is not None:
+            raise InvalidInput(
+                f"strategy={self.strategy!r} for a model that is trained on merged weights with rounding='stochastic': it "
+                "would draw others than those that are trained; leave strategy out"
+            )
         return live(self.model, as_it_lies=as_it_lies and self.strategy is None)
 
     def _read_writer(self, whole: bool) -> tuple[BucketWriter, Source]:

@@ -143,6 +143,10 @@ def test_another_rounding_is_refused(trained: str, served: str) -> None:
         if trained == "stochastic":
             with pytest.raises(InvalidInput, match="strategy='unshard' would draw others"):
                 SglangSync(model, "http://127.0.0.1:9", rounding=trained, strategy="unshard").push()
+            with pytest.raises(InvalidInput, match="draw others than those that are trained"):
+                list(MergedWeights(model, rounding=trained, strategy="unshard"))
+        with pytest.raises(InvalidInput, match=f"rounding='{served}' for a model that is trained"):
+            list(MergedWeights(model, rounding=served))
 
 
 def test_refused() -> None:
