@@ -175,7 +175,7 @@ class MergedWeights:
             )
         if training is not None and self.rounding == "stochastic" and self.strategy is not None:
             raise InvalidInput(
-                f"strategy={self.strategy!r} for a model that is trained on merged weights with rounding='stochastic': it "
+                f"strategy={self.strategy!r} for a model that is trained on merged weights with rounding='stochastic' "
                 "would draw others than those that are trained; leave strategy out"
             )
         return live(self.model, as_it_lies=as_it_lies and self.strategy is None)
