@@ -76,7 +76,7 @@ class MergedBlock:
         try:
             block.enter()
             ...  # train the adapters
-            if not block.remerge():
+            if not block.remerge(values=True):
                 block.leave()
                 block = MergedBlock(model)
                 block.enter()
@@ -107,7 +107,6 @@ class MergedBlock:
         self._weights: dict[Address, Tensor] = {}
         self._way_back: _Restore | None = None
         self._known: _Known | None = None
-        self._inside: list[Any] = []
 
     def enter(self) -> None:
         """Merge. `leave` has to follow, also where this raises, as `merged` does."""

@@ -22,7 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lora_merge import InvalidInput, merged, save_merged, train_merged
-from tests.training.test_train import adapted, assert_base, bits, loss_of, shake, truth
+from tests.training.test_train import (
+    adapted,
+    assert_base,
+    assert_fifty_steps_are_those_of_peft,
+    bits,
+    loss_of,
+    shake,
+    truth,
+)
 
 SIZES: dict[str, Any] = {
     "vocab_size": models.VOCABULARY,
@@ -192,21 +200,7 @@ def test_weights_of_16_bits_and_adapters_of_32() -> None:
 
 @pytest.mark.parametrize("how", ["eager", "grouped_mm"])
 def test_fifty_steps_are_those_of_peft(how: str) -> None:
-    """In float32, where rounding is no matter."""
-    first, second = experts(how=how), experts(how=how)
-    losses: list[list[float]] = []
-    for model, training in ((first, nullcontext()), (second, train_merged(second))):
-        optimizer, seen = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-3), list[float]()
-        with training:
-            for _ in range(50):
-                loss = loss_of(model)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                seen.append(loss.item())
-        losses.append(seen)
-    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-4, atol=1e-5)
-    assert losses[0][-1] < losses[0][0] - 0.05
+    assert_fifty_steps_are_those_of_peft(experts(how=how), experts(how=how))
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4_text"])

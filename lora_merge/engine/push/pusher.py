@@ -180,8 +180,6 @@ class Pusher:
             self._planner.broke(error)
             raise error
         self._pushed = last.state
-        if self.sharing is not None:
-            self.sharing.pushed()
         self._fill(report, replicas, transfers)
         return report
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +65,6 @@ class Sharing:
     """
 
     def __init__(self, model: nn.Module, writer: BucketWriter, lent: Lent, rounding: str) -> None:
-        self._lent, self._told = lent, False
         self.apart: Counter[str] = Counter()
         places = list(self._places(model, writer, lent.targets))
         if not places:
@@ -78,7 +78,8 @@ class Sharing:
         for parameter, place in self._held:
             assert parameter is not None
             parameter.data = place.view
-        self.training.before_write = self._overwritten
+        # Of an engine that is dirty already it says nothing new.
+        self.training.before_write = partial(lent.overwritten, IN_TRAINING)
 
     def _places(self, model: nn.Module, writer: BucketWriter, targets: DirectTargets) -> Iterator[Place]:
         entries = {entry.sources: entry for entry in writer.entries.values() if len(entry.sources) == 1}
@@ -114,18 +115,8 @@ class Sharing:
         if not torch.equal(raw(tensor.detach()), raw(place.view)):
             raise InvalidInput(
                 f"share=True: {place.name}: the engine holds other values than the trainer's base. Start it on the "
-                "checkpoint that the trainer was loaded from, in the same dtype, without load_format='dummy'; or push "
-                "once without share=True, and make this sync then"
+                "checkpoint that the trainer was loaded from, in the same dtype, without load_format='dummy'"
             )
-
-    def _overwritten(self) -> None:
-        if not self._told:
-            self._told = True
-            self._lent.overwritten(IN_TRAINING)
-
-    def pushed(self) -> None:
-        """Note that the engine holds what was pushed: the next write of the trainer makes it dirty again."""
-        self._told = False
 
     def close(self) -> None:
         """Give the trainer memory of its own, with the base in it."""
