@@ -118,6 +118,8 @@ def build_base(part: Part, device: torch.device) -> Any:
     with device:
         base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     base.requires_grad_(False).train()
+    if device.type == "cuda" and "num_experts" in sync.SHAPES[part.shape]:
+        base.set_experts_implementation("grouped_mm")  # one kernel for all experts, in every way alike
     if part.checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False})
     return base
