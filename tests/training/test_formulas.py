@@ -409,7 +409,8 @@ def test_gradients_of_float32_factors_on_a_gpu(sizes: tuple[int, int, int, int])
     wanted = ((D @ R).t() @ X, D.t() @ (X @ A.t()))
     for some in ((x, dy), (x.contiguous(), dy.contiguous())):
         for got, one in zip(products.factor_gradients(*some, lora_A, lora_B, (True, True)), wanted, strict=True):
-            assert got is not None and got.dtype == torch.float32
+            assert got is not None
+            assert got.dtype == torch.float32
             assert (got - one).norm() <= 1e-6 * one.norm()
 
 

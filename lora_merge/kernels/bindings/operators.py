@@ -206,7 +206,7 @@ def thirds_cuda(source: Tensor, planes: int, out: Tensor) -> None:
     device, (rows, wide) = source.get_device(), source.shape
     if source.dtype != torch.float32 or wide % planes or device < 0:
         raise RuntimeError(
-            f"lora_merge: thirds of {source.dtype} {[rows, wide]} in {planes} planes on {_named(device)}"
+            f"lora_merge: thirds of {source.dtype} {list(source.shape)} in {planes} planes, GPU {device}"
         )
     columns = wide // planes
     (address,) = _addresses(device, (out, "thirds", torch.bfloat16, 3 * rows * columns))
