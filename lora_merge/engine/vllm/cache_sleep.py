@@ -1,0 +1,95 @@
+"""The sleep of an engine that shares its weights with a trainer: the memory of its KV cache is freed, and nothing else.
+
+vLLM's sleep frees both at levels 1 and 2; freed alone, the KV cache is a state that `wake_up(tags=["kv_cache"])` knows.
+vLLM 0.32 has a call for that (`release_kv_cache_memory`); 0.26 has its parts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...errors import InvalidInput
+from . import internals
+from .session import cache_asleep
+
+_TAG = "kv_cache"
+
+
+class CacheSleep:
+    """Puts the KV cache of an in-process engine to sleep, and refuses sleep that takes its weights along.
+
+    Args:
+        engine: an `LLMEngine` whose core is in this process.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._core = engine, engine.engine_core.engine_core
+
+    def guard(self) -> None:
+        """Refuse vLLM's own levels from now on."""
+        sleep = self._core.sleep
+
+        def awake(level: int = 1, *args: Any, **kwargs: Any) -> Any:
+            if level >= 1:
+                raise InvalidInput(
+                    f"sleep(level={level}) takes the engine's weights along, which a trainer shares (share=True): "
+                    "call sleep() of the VllmSync, which frees the KV cache's memory alone"
+                )
+            return sleep(level, *args, **kwargs)
+
+        self._core.sleep = awake
+
+    def release(self) -> None:
+        """Let vLLM's own levels be. May be called again."""
+        vars(self._core).pop("sleep", None)
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the KV cache has no memory."""
+        return cache_asleep()
+
+    def sleep(self) -> None:
+        """Free the KV cache's memory. Its contents are forgotten.
+
+        Raises:
+            InvalidInput: the engine has no sleep mode, or requests in flight.
+        """
+        if not self._engine.vllm_config.model_config.enable_sleep_mode:
+            raise InvalidInput("sleep() needs an engine that was started with enable_sleep_mode=True")
+        if self._engine.has_unfinished_requests():
+            raise InvalidInput(
+                "sleep() forgets what the KV cache holds, and requests are in flight: step until "
+                "has_unfinished_requests() says False, or abort them"
+            )
+        if self.asleep:
+            return
+        self._engine.sleep(level=0, mode="abort")
+        try:
+            self._engine.reset_prefix_cache()
+            self._free()
+        except BaseException:
+            self._engine.wake_up(tags=["scheduling"])
+            raise
+
+    def _free(self) -> None:
+        if hasattr(self._core, "release_kv_cache_memory"):
+            self._core.release_kv_cache_memory()
+            return
+        # vLLM 0.26: what its allocator does at levels 1 and 2, for allocations with one tag; and what its executor
+        # notes of these levels, by which it wakes.
+        torch.cuda.synchronize()
+        allocator, executor = internals.CuMemAllocator.instance, self._core.model_executor
+        for data in allocator.pointer_to_data.values():
+            if data.tag == _TAG and not data.is_asleep:
+                try:
+                    internals.unmap_and_release(data.handle)
+                finally:
+                    data.is_asleep = True
+        executor.sleeping_tags, executor.is_sleeping = {_TAG}, True
+
+    def wake_up(self) -> None:
+        """Give the KV cache memory again, empty, and let the engine go on. Nothing where it is awake."""
+        if self.asleep:
+            self._engine.wake_up(tags=[_TAG])
