@@ -71,15 +71,27 @@ def plain(args: argparse.Namespace) -> Iterator[None]:
 
     from lora_merge.engine.vllm.loading.loader import Loader
 
-    keeps = mock.patch.object(Loader, "_laid_anew", lambda self: [])
+    keeps: Any = mock.patch.object(Loader, "_laid_anew", return_value=[])
     with trainers.readable(), keeps if args.device == "cpu" else nullcontext():
         yield
+
+
+def randomise(model: nn.Module) -> None:
+    """Give an engine weights as a model has them before training; vLLM's dummy ones are too small for opinions."""
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
+    with torch.inference_mode():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.fill_(1)
+            else:
+                parameter.normal_(std=0.02, generator=generator)
 
 
 # Memory and pushes
 
 
 def allocated(args: argparse.Namespace) -> int:
+    """Bytes of this process's tensors on the GPU; 0 on a CPU, where nobody counts them."""
     gc.collect()
     if args.device == "cpu":
         return 0
@@ -144,7 +156,7 @@ def measured(args: argparse.Namespace, brings: Any, model: Any, before: int) -> 
     # The second copy of the adapters, which re-merging holds, is counted.
     changed(model)
     brings.push()
-    extra = allocated(args) - before - adapters
+    extra = allocated(args) - before - adapters if args.device == "cuda" else None
     milliseconds = []
     for _ in range(args.repeats):
         changed(model)
@@ -160,7 +172,8 @@ def measured(args: argparse.Namespace, brings: Any, model: Any, before: int) -> 
     push = statistics.median(milliseconds)
     found = {
         "shared_bytes": first.shared, "moved_bytes": first.nbytes, "adapters_bytes": adapters, "extra_bytes": extra,
-        "of_weights": 1 + extra / nbytes, "push_ms": push, "busy_ms": busy, "host_ms": push - busy, "copy_ms": copy,
+        "of_weights": None if extra is None else 1 + extra / nbytes,
+        "push_ms": push, "busy_ms": busy, "host_ms": push - busy, "copy_ms": copy,
         "x_copy": push / copy, "pushes_ms": milliseconds, "gap": gap(model, brings.generate, args),
     }  # fmt: skip
     print(found, flush=True)
@@ -175,6 +188,7 @@ def part_memory(args: argparse.Namespace, folder: Path) -> Record:
     options: Record = {"enforce_eager": args.eager or args.device == "cpu"}
     options |= {"kv_cache_memory_bytes": 1 << 30} if args.device == "cuda" else {}
     with plain(args), sync.start_engine(args, folder, layers=args.layers, **options) as llm:
+        llm.apply_model(randomise)
         for name, dtype in (("bf16 adapters", torch.bfloat16), ("float32 adapters", torch.float32)):
             before = allocated(args)
             model = empty_policy(args, dtype)
@@ -274,6 +288,8 @@ def part_grpo(args: argparse.Namespace, folder: Path) -> Record:
         with limited(args), plain(args), engine_options(**start):
             trainer = trainer_of(args, folder)
             found["engine_s"] = time.perf_counter() - begin
+            if args.part == "shared":
+                trainer.vllm_generation.llm.apply_model(randomise)
             ours = args.part != "trl"
             rollout = attach(trainer, train="merged", share=args.part == "shared") if ours else None
             stamps = [time.perf_counter()]
@@ -336,8 +352,8 @@ def show(record: Record) -> None:
         columns = ["memory\nof weights", "push\nms", "x copy", "device\nms", "host\nms", "log-prob\ngap"]
         sheet = report.sheet_of(title, "", columns)
         for name, way in memory.items():
-            cells = ["of_weights", "push_ms", "x_copy", "busy_ms", "host_ms"]
-            sheet.add_row(name, *(f"{way[cell]:.2f}" for cell in cells), f"{way['gap']:.4f}")
+            cells = [way[cell] for cell in ("of_weights", "push_ms", "x_copy", "busy_ms", "host_ms")]
+            sheet.add_row(name, *("" if cell is None else f"{cell:.2f}" for cell in cells), f"{way['gap']:.4f}")
         out.print(sheet)
     if "grpo" in record:
         limit = f" within {record['limit']:g} GiB" if record["limit"] else ""

@@ -107,6 +107,7 @@ def never_loaded(llm: Any, base: dict[str, str]) -> None:
 
     with init_empty_weights():
         empty = engines.qwen2().to(torch.bfloat16)
+    empty.tie_weights()
     model: Any = get_peft_model(empty, LoraConfig(r=4, lora_alpha=64, target_modules=engines.LINEARS)).eval()
     with closing(VllmSync(model, llm, share=True)) as sync:
         assert base_bits(model) == base

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from weight_bits import bits_of
 
 from lora_merge import InvalidInput, PushRefused, VllmSync
-from lora_merge.engine.vllm import cache_sleep
-from lora_merge.engine.vllm.loading.loader import Loader
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 no_leftovers = engines.no_leftovers
@@ -27,15 +25,7 @@ LOADED = {"load_format": "auto"}
 
 @pytest.fixture
 def plain_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linear layers of vLLM on a CPU keep their weights as they were loaded, as on a GPU; see shared_weights.py, which
-    does it for processes of their own."""
-    from vllm.model_executor.layers import utils
-
-    def plain(layer: nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = nn.functional.linear  # type: ignore[assignment]
-
-    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", plain)
-    monkeypatch.setattr(Loader, "_laid_anew", lambda self: [])
+    engines.plain_layout(monkeypatch)
 
 
 def base_bits(model: Any) -> dict[str, Any]:
@@ -235,7 +225,6 @@ def files(model: Any, llm: Any, folder: Path) -> None:
 
 def sleeps(model: Any, llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM has no sleep mode on CPUs: here its executor notes who sleeps, and no memory is freed."""
-    executor = llm.llm_engine.engine_core.engine_core.model_executor
     with shared(model, llm) as (sync, trained):
         sync.push()
         for level in (1, 2):
@@ -245,16 +234,14 @@ def sleeps(model: Any, llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_answers(ask(llm), model)
         with pytest.raises(InvalidInput, match="enable_sleep_mode=True"):
             sync.sleep()
-        monkeypatch.setattr(llm.llm_engine.vllm_config.model_config, "enable_sleep_mode", True)
-        monkeypatch.setattr(executor, "collective_rpc", told := Told(executor.collective_rpc))
-        monkeypatch.setattr(cache_sleep, "cache_asleep", lambda: "kv_cache" in executor.sleeping_tags)
+        told = engines.Sleeping(llm, monkeypatch)
         sync.sleep()
         sync.sleep()
         assert told.calls == ["discard"]
         trained.backward()
         trained.step()
         sync.push()
-        assert executor.sleeping_tags == {"kv_cache"}, "a push leaves the cache asleep"
+        assert told.tags == {"kv_cache"}, "a push leaves the cache asleep"
         prompts = [{"prompt_token_ids": list(p)} for p in engines.prompts()]
         assert_answers(sync.generate(prompts, engines.GREEDY, use_tqdm=False), model)
         assert told.calls == ["discard", "wake_up"]
@@ -265,19 +252,6 @@ def sleeps(model: Any, llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "sleep" not in vars(llm.llm_engine.engine_core.engine_core)
 
 
-class Told:
-    """Calls of an executor to its worker: those of sleep mode do nothing."""
-
-    def __init__(self, call: Any) -> None:
-        self.call, self.calls = call, list[str]()
-
-    def __call__(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        if method not in ("discard", "wake_up"):
-            return self.call(method, *args, **kwargs)
-        self.calls.append(method)
-        return None
-
-
 def on_meta(model: Any, llm: Any) -> None:
     """A model that was never loaded: it has the engine's weights, and an adapter as PEFT makes it; closed to meta."""
     from accelerate import init_empty_weights
@@ -285,6 +259,7 @@ def on_meta(model: Any, llm: Any) -> None:
 
     with init_empty_weights():
         empty = engines.qwen2()
+    empty.tie_weights()
     config = LoraConfig(r=4, lora_alpha=6, target_modules=engines.LINEARS)
     policy = get_peft_model(empty, config).eval()
     assert {p.device.type for p in policy.parameters()} == {"meta"}

@@ -143,7 +143,8 @@ def _check_values(model: nn.Module, found: Sequence[Place], apart: Mapping[int, 
             why = apart[id(tensor)].why if id(tensor) in apart else "no checkpoint has it"
             raise InvalidInput(
                 f"share=True: {name} is on meta, and the engine does not keep it as the trainer has it ({why}): load "
-                "it first. (accelerate.init_empty_weights() makes parameters on meta, and buffers with their values.)"
+                "it first. (accelerate.init_empty_weights() makes parameters on meta, and buffers with their values; "
+                "call the model's tie_weights() after it.)"
             )
         if discarded:
             raise InvalidInput(

@@ -1,7 +1,8 @@
 """The sleep of an engine that shares its weights with a trainer: the memory of its KV cache is freed, and nothing else.
 
 vLLM's sleep frees both at levels 1 and 2; freed alone, the KV cache is a state that `wake_up(tags=["kv_cache"])` knows.
-vLLM 0.32 has a call for that (`release_kv_cache_memory`); 0.26 has its parts.
+vLLM 0.32 has a call for that, `release_kv_cache_memory`, but refuses it in an in-process engine that has not forgotten
+the requests of its last `generate` yet; so its parts are called here, which 0.26 has, too, all but one.
 """
 
 from __future__ import annotations
@@ -74,14 +75,14 @@ class CacheSleep:
             raise
 
     def _free(self) -> None:
-        if hasattr(self._core, "release_kv_cache_memory"):
-            self._core.release_kv_cache_memory()
+        executor = self._core.model_executor
+        if hasattr(executor, "discard"):
+            executor.discard((_TAG,))
             return
         # vLLM 0.26: what its allocator does at levels 1 and 2, for allocations with one tag; and what its executor
         # notes of these levels, by which it wakes.
         torch.cuda.synchronize()
-        allocator, executor = internals.CuMemAllocator.instance, self._core.model_executor
-        for data in allocator.pointer_to_data.values():
+        for data in internals.CuMemAllocator.instance.pointer_to_data.values():
             if data.tag == _TAG and not data.is_asleep:
                 try:
                     internals.unmap_and_release(data.handle)
