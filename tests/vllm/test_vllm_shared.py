@@ -279,7 +279,7 @@ def on_meta(model: Any, llm: Any) -> None:
         sync.close(meta=True)
     assert {p.device.type for p in base_of(policy)} == {"meta"}
     with torch.device("meta"):
-        wholly = models.with_lora(engines.qwen2, target_modules=engines.LINEARS)
+        wholly = get_peft_model(engines.qwen2(), config)
     with pytest.raises(InvalidInput, match="is on meta, and the engine does not keep it as the trainer has it"):
         VllmSync(wholly, llm, share=True)
 

@@ -26,7 +26,8 @@ class CacheSleep:
     """
 
     def __init__(self, engine: Any) -> None:
-        self._engine, self._core = engine, engine.engine_core.engine_core
+        # Not by the engine's own methods: trainers' are replaced (integrations/sharing.py).
+        self._engine, self._client, self._core = engine, engine.engine_core, engine.engine_core.engine_core
 
     def guard(self) -> None:
         """Refuse vLLM's own levels from now on."""
@@ -66,12 +67,12 @@ class CacheSleep:
             )
         if self.asleep:
             return
-        self._engine.sleep(level=0, mode="abort")
+        self._client.sleep(0, "abort")
         try:
-            self._engine.reset_prefix_cache()
+            self._client.reset_prefix_cache()
             self._free()
         except BaseException:
-            self._engine.wake_up(tags=["scheduling"])
+            self._client.wake_up(["scheduling"])
             raise
 
     def _free(self) -> None:
@@ -93,4 +94,4 @@ class CacheSleep:
     def wake_up(self) -> None:
         """Give the KV cache memory again, empty, and let the engine go on. Nothing where it is awake."""
         if self.asleep:
-            self._engine.wake_up(tags=[_TAG])
+            self._client.wake_up([_TAG])

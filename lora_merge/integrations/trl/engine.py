@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from ..waiting import then_waiting
+from ..sharing import then_waiting
 from .release import GENERATION
 
 

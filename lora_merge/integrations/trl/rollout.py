@@ -18,9 +18,9 @@ from ..compat import TrainerRefused
 from ..metrics import Counted, metrics
 from ..options import Options
 from ..pushing import KeptSync
+from ..sharing import SleepsShared, how_sharded
 from ..tied import check_tied
 from ..train import TrainsMerged, TrainsShared
-from ..waiting import SleepsShared
 from .release import GENERATION, OFF
 
 QUANTISED = "bitsandbytes"
@@ -143,7 +143,7 @@ class Colocated(Rollout):
                 f"choose mode='merged'. {OFF}"
             )
 
-        if self.options.share and (how := _shards(self.trainer)):
+        if self.options.share and (how := how_sharded(self.trainer.accelerator)):
             raise TrainerRefused(
                 f"share=True, and {how} shards the trainer's weights over its ranks, so that no rank holds one as its "
                 f"engine does: train under DDP, or leave share out. {OFF}"
@@ -213,15 +213,6 @@ class Colocated(Rollout):
                 f"{error} (the last sync went through: if it answers, something else has written to its weights)"
             ) from error
         return type(llm).generate(llm, *args, lora_request=sync.lora_request(), **kwargs)
-
-
-def _shards(trainer: Any) -> str:
-    """Return what shards a trainer's weights when training begins; "" for nothing."""
-    state = trainer.accelerator.state
-    plugin = getattr(state, "deepspeed_plugin", None)
-    if plugin is not None and plugin.zero_stage == 3:
-        return "DeepSpeed ZeRO-3"
-    return "FSDP" if getattr(state, "fsdp_plugin", None) is not None else ""
 
 
 class Server(Rollout):

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from ...shards.bitsandbytes import bits
 from ..compat import TrainerRefused
 from ..options import Options
-from ..waiting import then_waiting
+from ..sharing import then_waiting
 from .attach import attach, attached
 from .engine import engine_options
 from .release import GENERATION, OFF, own_rollout

@@ -1,5 +1,6 @@
-"""A trainer's model that waits in the host's memory while an engine starts, with which it will share its weights: a GPU
-then never holds them twice."""
+"""What integrations need of `VllmSync(share=True)`: the trainer's model waits in the host's memory while the engine
+starts, so that a GPU never holds the weights twice; and where the trainer puts the engine to sleep, the KV cache sleeps
+alone."""
 
 from __future__ import annotations
 
@@ -43,6 +44,14 @@ def then_waiting(start: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return start(self)
 
     return started
+
+
+def how_sharded(accelerator: Any) -> str:
+    """Return what shards a trainer's weights when training begins, in words; "" for nothing."""
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    if plugin is not None and plugin.zero_stage == 3:
+        return "DeepSpeed ZeRO-3"
+    return "FSDP" if getattr(accelerator.state, "fsdp_plugin", None) is not None else ""
 
 
 class SleepsShared:
