@@ -173,16 +173,17 @@ class Sleeping:
     """Stands in for sleep mode, which vLLM does not have on CPUs: an engine notes who sleeps, and no memory is freed.
 
     Args:
-        llm: an `LLM` in this process.
+        llm: an `LLM` in this process, or its `LLMEngine`.
 
     Attributes:
         calls: of the worker's methods that free and map memory.
     """
 
-    def __init__(self, llm: LLM, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, llm: Any, patch: pytest.MonkeyPatch) -> None:
         from lora_merge.engine.vllm import cache_sleep
 
-        core: Any = llm.llm_engine.engine_core
+        engine: Any = getattr(llm, "llm_engine", llm)
+        core = engine.engine_core
         executor = core.engine_core.model_executor
         call, self.calls, self.tags = executor.collective_rpc, list[str](), executor.sleeping_tags
 
@@ -192,7 +193,7 @@ class Sleeping:
             self.calls.append(method)
             return None
 
-        patch.setattr(llm.llm_engine.vllm_config.model_config, "enable_sleep_mode", True)
+        patch.setattr(engine.vllm_config.model_config, "enable_sleep_mode", True)
         patch.setattr(executor, "collective_rpc", told)
         patch.setattr(cache_sleep, "cache_asleep", lambda: "kv_cache" in self.tags)
 
