@@ -168,18 +168,21 @@ class EngineSync(Pusher):
             if slept:
                 await own.handle.wake("weights")  # the KV cache stays as it is
                 replicas = await self._introduce()
+            replaced = "has thrown its weights away (sleep at level 2)" if slept > 1 else ""
+            if own.state.kind != "nothing":
+                replaced = f"holds {own.state}"
             writer = await planner.base(replicas)
             await self._sequence.tell(own, "lend", digest=writer.digest)
             lent = LENT.pop(own.workers[0].name)
             with world.vote(type(self).__name__):
-                self.sharing = Sharing(model, writer, lent, self._weights.rounding, discarded=slept > 1)
+                self.sharing = Sharing(model, writer, lent, self._weights.rounding, replaced=replaced)
                 self._guard(own.handle, self.sharing)
         except BaseException:
             sharing, self.sharing = self.sharing, None
             if sharing is not None:
                 sharing.close()
             if lent is not None:
-                lent.loan.ended = True
+                lent.loan.end()
             if slept:
                 await own.handle.sleep(slept)
             raise

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,11 @@ def colocated(
     llm = LLM(str(folder / "base0"), **chosen | {"tensor_parallel_size": tp})
     kept.append(llm)
     model = wrap(models.with_lora(engines.qwen2, **build).to(device()))
+    if shares:
+        share(rank, model, llm)
+    elif wrap is not plain and not options:
+        with pytest.raises(InvalidInput, match=r"share=True: the trainer's weights are sharded"):
+            VllmSync(model, llm, share=True)
     # The handle that TRL has, and the one that ms-swift has.
     sync = VllmSync(model, llm if rank else llm.llm_engine, bucket_bytes=1 << 17)
 
@@ -91,32 +97,24 @@ def colocated(
     sync.push()
     check()
     sync.close()
-    if shares:
-        share(rank, model, llm)
-    elif wrap is not plain and not options:
-        with pytest.raises(InvalidInput, match=r"share=True: the trainer's weights are sharded"):
-            VllmSync(model, llm, share=True)
 
 
 def share(rank: int, model: Any, llm: LLM) -> None:
     """Each rank's weights lie in its own engine, or no rank's do."""
 
-    def bring_base() -> None:
-        with closing(VllmSync(model, llm)) as sync, model.module.disable_adapter():
-            sync.push()
+    def scale(served: nn.Module, by: float) -> None:
+        next(served.parameters()).data.mul_(by)
 
-    def other(served: nn.Module) -> None:
-        next(served.parameters()).data.mul_(2)
-
-    bring_base()
     base = {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" not in name}
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
     if rank == 1:
-        llm.apply_model(other)
+        llm.apply_model(partial(scale, by=2))
     with pytest.raises(InvalidInput, match="the engine holds other values" if rank else "rank 1 failed"):
         VllmSync(model, llm, share=True)
     theirs = {p.untyped_storage().data_ptr() for p in llm.apply_model(lambda served: list(served.parameters()))[0]}
     assert theirs.isdisjoint(p.untyped_storage().data_ptr() for p in model.parameters())
-    bring_base()
+    if rank == 1:
+        llm.apply_model(partial(scale, by=0.5))
     tokens = torch.tensor(engines.prompts()[rank : rank + 1])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2, fused=True)
     with closing(VllmSync(model, llm, share=True)) as sync:
@@ -127,7 +125,11 @@ def share(rank: int, model: Any, llm: LLM) -> None:
             report = sync.push()
             assert (report.nbytes, report.shared) == (0, sum(t.nbytes for t in base.values()))
             engines.assert_answers(ask(llm), model)
-    assert all(torch.equal(p, base[name]) for name, p in model.named_parameters() if name in base)
+    for name, parameter in model.named_parameters():
+        if name in base:
+            assert torch.equal(parameter, base[name])
+        else:
+            parameter.data = before[name]
 
 
 def train_alike(model: nn.Module, step: int) -> None:

@@ -60,7 +60,8 @@ class Sharing:
         writer: the stream of its base, as it fits the engine.
         lent: what the engine's worker lends of it.
         rounding: of merged weights.
-        discarded: whether the engine has thrown its weights away (sleep at level 2), and gets the trainer's.
+        replaced: what the engine holds instead of the weights that it started with, in words that follow its name: it
+            gets the trainer's. "": it holds those, which have to be the trainer's.
 
     Attributes:
         shared: bytes that both hold once.
@@ -73,7 +74,7 @@ class Sharing:
     """
 
     def __init__(
-        self, model: nn.Module, writer: BucketWriter, lent: Lent, rounding: str, *, discarded: bool = False
+        self, model: nn.Module, writer: BucketWriter, lent: Lent, rounding: str, *, replaced: str = ""
     ) -> None:
         self.apart: Counter[str] = Counter()
         self.ends = ExitStack()
@@ -83,22 +84,24 @@ class Sharing:
             self.apart[why] += nbytes
         if not found:
             raise InvalidInput(f"share=True: the engine keeps no weight as the trainer has it: {self._reasons}")
-        _check_values(model, found, apart, discarded)
+        _check_values(model, found, apart, replaced)
+        if replaced:
+            lent.loan.overwritten(IN_TRAINING)
         for place in found:
-            (_write if discarded else _compare)(place)
+            (_write if replaced else _compare)(place)
         self._held: list[_Held] = []
         try:
             self._held += map(_lay, found)
             _bring(model, found)
             self.training = Training(model, rounding)
         except BaseException:
-            lent.loan.ended = True
+            lent.loan.end()
             for held in self._held:
                 _put_back(held)
             raise
         self._held = [held._replace(data=None) for held in self._held]
         # Of an engine that is dirty already it says nothing new.
-        self._loan = lent.loan
+        self._loan, self._returns = lent.loan, not replaced and not self.apart
         self.training.before_write = partial(lent.loan.overwritten, IN_TRAINING)
 
     @property
@@ -118,7 +121,7 @@ class Sharing:
             if _stands(held):
                 _end(held, meta)
             self._held.pop()
-        self._loan.ended = True
+        self._loan.end(self._returns)
         self.ends.close()
 
     @property
@@ -132,7 +135,7 @@ class Sharing:
 # Before anything is changed
 
 
-def _check_values(model: nn.Module, found: Sequence[Place], apart: Mapping[int, Apart], discarded: bool) -> None:
+def _check_values(model: nn.Module, found: Sequence[Place], apart: Mapping[int, Apart], replaced: str) -> None:
     """Raise `InvalidInput` if a tensor on meta would have no values when all is laid."""
     shared = {id(place.parameter) for place in found}
     adapters = {id(p) for _, container in _made_anew(model) for p in container.parameters()}
@@ -146,10 +149,10 @@ def _check_values(model: nn.Module, found: Sequence[Place], apart: Mapping[int, 
                 "it first. (accelerate.init_empty_weights() makes parameters on meta, and buffers with their values; "
                 "call the model's tie_weights() after it.)"
             )
-        if discarded:
+        if replaced:
             raise InvalidInput(
-                f"share=True: {name} is on meta, and the engine has thrown its weights away (sleep at level 2): load "
-                "the model, or start the engine anew"
+                f"share=True: {name} is on meta, to take what the engine has, which {replaced} and not what it started "
+                "with: load the model, or start the engine anew"
             )
     for _, container in _made_anew(model):
         for name in container.keys():  # noqa: SIM118 - PEFT's containers
@@ -175,7 +178,7 @@ def _compare(place: Place) -> None:
 
 
 def _write(place: Place) -> None:
-    """Bring the trainer's values to where the engine has thrown its own away."""
+    """Bring the trainer's values to where the engine has no longer those that it started with."""
     tensor = place.parameter
     assert tensor is not None
     with torch.no_grad():

@@ -7,6 +7,7 @@ the requests of its last `generate` yet; so its parts are called here, which 0.2
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -44,8 +45,10 @@ class CacheSleep:
         self._core.sleep = awake
 
     def release(self) -> None:
-        """Let vLLM's own levels be. May be called again."""
+        """Let vLLM's own levels be, and forget blocks of weights that are gone. May be called again."""
         vars(self._core).pop("sleep", None)
+        with suppress(Exception):  # of an engine that has ended
+            self._client.reset_prefix_cache(True)
 
     @property
     def asleep(self) -> bool:

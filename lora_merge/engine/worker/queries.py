@@ -149,7 +149,7 @@ def blocked_tensors(worker: Worker, session: WorkerSession, digest: str) -> dict
 @OPERATIONS.register
 def lend(worker: Worker, session: WorkerSession, digest: str) -> dict[str, Any]:
     """Lend the trainer of this process the places of what a table fills (`LENT`)."""
-    loan = Loan(session.lease.owner, session.mark_overwritten)
+    loan = Loan(session.lease.owner, session.mark_overwritten, session.returned)
     session.loan = ref(loan)
     LENT[session.name] = Lent(_report(session, digest).targets, loan)
     return {}

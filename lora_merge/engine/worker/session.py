@@ -207,6 +207,10 @@ class WorkerSession:
         if self.held.kind in WEIGHTS:
             self.held = change(self.held, "overwrite", reason=reason)
 
+    def returned(self) -> None:
+        """Note that all weights are again those that the engine started with."""
+        self.held = change(self.held, "return")
+
     def evicted(self) -> None:
         """Note that the adapter was removed; the base is unchanged."""
         self.held = change(self.held, "evict")
