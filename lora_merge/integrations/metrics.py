@@ -25,8 +25,8 @@ def metrics(report: SyncReport) -> dict[str, float]:
 
     Returns:
         version, merged (1 in merged mode, 0 in adapter mode), megabytes (10^6), shared_megabytes where weights are held
-        once, tensors, seconds (all of the push), seconds_<phase> for each phase, and coverage where it is known: the share of the engine's elements that the
-        last full push wrote.
+        once, tensors, seconds (all of the push), seconds_<phase> for each phase, and coverage where it is known: the
+        share of the engine's elements that the last full push wrote.
     """
     found = {
         "version": float(report.version),
