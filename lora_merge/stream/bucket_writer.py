@@ -416,7 +416,7 @@ class BucketWriter:
         staged = self._staging.lay_out(away)
         arrived, jobs, segments = iter(staged), list[Job](), list[Segment]()
         for name, delta, start, view, out, turn in boxes:
-            if delta is None and view.is_set_to(out):
+            if delta is None and _is(view, out):
                 continue  # an engine of this process holds it once, with the trainer
             weight = view if in_reach(view, self.device) else next(arrived)
             if delta is None:
@@ -464,6 +464,16 @@ class BucketWriter:
             segments = copies(part.name, whole, out) if part.delta is None else []
             run_in_range(merge_plan(jobs, self.operands, segments, index), run)
         return merged
+
+
+def _is(one: Tensor, other: Tensor) -> bool:
+    """Return True if two views are the same elements in the same order."""
+    strides = zip(one.shape, one.stride(), other.stride(), strict=True)
+    return (
+        one.data_ptr() == other.data_ptr()
+        and (one.dtype, one.shape, one.device) == (other.dtype, other.shape, other.device)
+        and all(size == 1 or mine == theirs for size, mine, theirs in strides)
+    )
 
 
 def _narrow(entry: Entry, parts: Mapping[str, Part]) -> bool:
