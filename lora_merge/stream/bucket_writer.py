@@ -20,6 +20,7 @@ from torch.utils.dlpack import from_dlpack
 
 from ..errors import InvalidInput
 from ..inference import outside_inference_mode
+from ..kernels.checks import same_view
 from ..kernels.packed import Packed, in_reach
 from ..kernels.plan import Plan
 from ..kernels.ranges import check_range, narrows, run_in_range
@@ -416,7 +417,7 @@ class BucketWriter:
         staged = self._staging.lay_out(away)
         arrived, jobs, segments = iter(staged), list[Job](), list[Segment]()
         for name, delta, start, view, out, turn in boxes:
-            if delta is None and _is(view, out):
+            if delta is None and same_view(view, out):
                 continue  # an engine of this process holds it once, with the trainer
             weight = view if in_reach(view, self.device) else next(arrived)
             if delta is None:
@@ -464,16 +465,6 @@ class BucketWriter:
             segments = copies(part.name, whole, out) if part.delta is None else []
             run_in_range(merge_plan(jobs, self.operands, segments, index), run)
         return merged
-
-
-def _is(one: Tensor, other: Tensor) -> bool:
-    """Return True if two views are the same elements in the same order."""
-    strides = zip(one.shape, one.stride(), other.stride(), strict=True)
-    return (
-        one.data_ptr() == other.data_ptr()
-        and (one.dtype, one.shape, one.device) == (other.dtype, other.shape, other.device)
-        and all(size == 1 or mine == theirs for size, mine, theirs in strides)
-    )
 
 
 def _narrow(entry: Entry, parts: Mapping[str, Part]) -> bool:
