@@ -42,6 +42,7 @@ class Colocated:
             )
         self._engine, self._options = engine, replace(options, mode=mode)
         self._kept = KeptSync()
+        self._shared: Any = None
 
     def share(self, model: Any) -> Training:
         """Let the model's weights lie in this rank's engine, of which the KV cache alone sleeps then. Collective.
@@ -52,6 +53,7 @@ class Colocated:
         Raises:
             as `VllmSync`.
         """
+        self._shared = model
         sync = self._kept.of(model, self._engine.engine, self._options)
         assert sync.sharing is not None
         SleepsShared(self._engine.engine, sync)
@@ -63,6 +65,8 @@ class Colocated:
         Raises:
             as `VllmSync.push`.
         """
+        if self._shared is not None:  # what wraps it since is no other one
+            model = self._shared
         sync = self._kept.of(model, self._engine.engine, self._options)
         report = sync.push(verify=self._options.verify)
         # swift's requests carry this, unless they have an adapter of their own.
