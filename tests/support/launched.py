@@ -76,7 +76,8 @@ def colocated(
             share(rank, model, llm)
         except BaseException:
             import traceback
-            open(f"/tmp/share46_rank{rank}.txt","w").write(traceback.format_exc())
+
+            open(f"/tmp/share46_rank{rank}.txt", "w").write(traceback.format_exc())
             raise
     elif wrap is not plain and not options:
         with pytest.raises(InvalidInput, match=r"share=True: the trainer's weights are sharded"):

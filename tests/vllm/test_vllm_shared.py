@@ -251,9 +251,18 @@ def sleeps(model: Any, llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         assert told.calls == ["discard", "wake_up"]
         sync.wake_up()
         assert told.calls == ["discard", "wake_up"]
+        sync.sleep()
+        llm.wake_up(tags=["weights"])
+        assert told.tags == {"kv_cache"}
+        llm.wake_up()
+        llm.wake_up()
+        assert told.calls == 2 * ["discard", "wake_up"], "weights that are mapped are not mapped again"
+        assert_answers(ask(llm), model)
+        sync.sleep()
+    assert not told.tags
     with pytest.raises(InvalidInput, match=r"sleep\(\) of a VllmSync is for share=True"):
         sync.sleep()
-    assert "sleep" not in vars(llm.llm_engine.engine_core.engine_core)
+    assert {"sleep", "wake_up"}.isdisjoint(vars(llm.llm_engine.engine_core.engine_core))
 
 
 def policy_of(base: nn.Module) -> Any:

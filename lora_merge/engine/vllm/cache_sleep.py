@@ -31,8 +31,8 @@ class CacheSleep:
         self._engine, self._client, self._core = engine, engine.engine_core, engine.engine_core.engine_core
 
     def guard(self) -> None:
-        """Refuse vLLM's own levels from now on."""
-        sleep = self._core.sleep
+        """Refuse vLLM's own levels from now on, and wake nothing but the KV cache."""
+        sleep, wake = self._core.sleep, self._core.wake_up
 
         def awake(level: int = 1, *args: Any, **kwargs: Any) -> Any:
             if level >= 1:
@@ -42,13 +42,22 @@ class CacheSleep:
                 )
             return sleep(level, *args, **kwargs)
 
-        self._core.sleep = awake
+        def wakes(tags: list[str] | None = None) -> Any:
+            # vLLM 0.26 maps what is mapped already once more, which fails.
+            every = [_TAG] if self.asleep else ["scheduling"]
+            wanted = every if tags is None else [tag for tag in tags if tag != "weights"]
+            return wake(wanted) if wanted else not self.asleep
+
+        self._core.sleep, self._core.wake_up = awake, wakes
 
     def release(self) -> None:
-        """Let vLLM's own levels be, and forget blocks of weights that are gone. May be called again."""
-        vars(self._core).pop("sleep", None)
+        """Let vLLM's own levels be, with the KV cache awake, and forget blocks of weights that are gone. May be called
+        again."""
         with suppress(Exception):  # of an engine that has ended
+            self.wake_up()
             self._client.reset_prefix_cache(True)
+        for name in ("sleep", "wake_up"):
+            vars(self._core).pop(name, None)
 
     @property
     def asleep(self) -> bool:
