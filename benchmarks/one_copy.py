@@ -29,7 +29,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -62,18 +62,6 @@ def empty_policy(args: argparse.Namespace, adapters: torch.dtype = torch.float32
         base = AutoModelForCausalLM.from_config(sync.config_of(args.shape, args.layers), dtype=torch.bfloat16)
     config = LoraConfig(r=args.rank, target_modules=sync.LINEARS, init_lora_weights=False)
     return get_peft_model(base, config, autocast_adapter_dtype=adapters == torch.float32).eval()
-
-
-@contextmanager
-def plain(args: argparse.Namespace) -> Iterator[None]:
-    """An engine on a CPU keeps its weights as they were loaded, as a GPU's does."""
-    from unittest import mock
-
-    from lora_merge.engine.vllm.loading.loader import Loader
-
-    keeps: Any = mock.patch.object(Loader, "_laid_anew", return_value=[])
-    with trainers.readable(), keeps if args.device == "cpu" else nullcontext():
-        yield
 
 
 def randomise(model: nn.Module) -> None:
@@ -187,7 +175,7 @@ def part_memory(args: argparse.Namespace, folder: Path) -> Record:
     found: Record = {}
     options: Record = {"enforce_eager": args.eager or args.device == "cpu"}
     options |= {"kv_cache_memory_bytes": 1 << 30} if args.device == "cuda" else {}
-    with plain(args), sync.start_engine(args, folder, layers=args.layers, **options) as llm:
+    with trainers.readable(), sync.start_engine(args, folder, layers=args.layers, **options) as llm:
         llm.apply_model(randomise)
         for name, dtype in (("bf16 adapters", torch.bfloat16), ("float32 adapters", torch.float32)):
             before = allocated(args)
@@ -285,7 +273,7 @@ def part_grpo(args: argparse.Namespace, folder: Path) -> Record:
     peak, found = Peak(args.device), Record()
     begin = time.perf_counter()
     try:
-        with limited(args), plain(args), engine_options(**start):
+        with limited(args), trainers.readable(), engine_options(**start):
             trainer = trainer_of(args, folder)
             found["engine_s"] = time.perf_counter() - begin
             if args.part == "shared":
