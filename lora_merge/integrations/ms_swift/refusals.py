@@ -88,8 +88,9 @@ def _refuse_any(args: Any, options: Options) -> None:
     if not args.use_vllm:
         raise _refused("there is no engine to push to: pass --use_vllm true --vllm_mode colocate (or server)")
     if options.train == "merged" and args.vllm_enable_lora:
+        chosen = f"{SWITCH}_SHARE=1" if options.share else f"{SWITCH}_TRAIN=merged"
         raise TrainerRefused(
-            f"{SWITCH}_TRAIN=merged trains the policy of merged weights, and --vllm_enable_lora true serves base and "
+            f"{chosen} trains the policy of merged weights, and --vllm_enable_lora true serves base and "
             "adapter apart, which computes otherwise: leave one of them out"
         )
     if options.share and args.vllm_mode == "server":

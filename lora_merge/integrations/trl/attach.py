@@ -86,7 +86,7 @@ def attach(
     _attached[engine] = ref(rollout)
     RELEASE.announce(rollout.takes_over)
     if trains is not None:
-        RELEASE.announce_training()
+        RELEASE.announce_training(options.share)
     return rollout
 
 
