@@ -78,13 +78,17 @@ class _Merged(NamedTuple):
 
     def same_bits(self, other: _Merged) -> bool:
         """Return True if the weights hold the same bits inside both times."""
-        places = [[here(t).data_ptr() for t in (*one.adapters, *one.weights)] for one in (self, other)]
         return (
-            places[0] == places[1]
-            and self.values.equal(other.values)
-            and not self.written
+            not self.written
             and all(getattr(self, of) == getattr(other, of) for of in ("versions", "outside", "seed", "facts"))
+            and self.places == other.places
+            and self.values.equal(other.values)
         )
+
+    @property
+    def places(self) -> list[int]:
+        """Where adapters and weights lie."""
+        return [here(t).data_ptr() for t in (*self.adapters, *self.weights)]
 
 
 class Training:
@@ -247,7 +251,8 @@ class Training:
             ballot.flag = any(acts.adapters for acts in layers.values())
         acts_here = ballot.flag
         self._sharded = found.sharded
-        self._hook(layers)
+        if layers is not self._layers:
+            self._hook(layers)
         now = _merged(layers, self.merges)._replace(seed=self._seed(layers, ranks) if acts_here else None)
         self._block.seed = now.seed
         try:
