@@ -227,8 +227,8 @@ def check(s: Setup) -> None:
         )
     if s.share and ((s.gpus > 1 and not s.ddp) or s.tp > 1 or s.apart):
         raise InvalidInput("share: the engine must lie in the trainer's process, with tp=1, and the trainer unsharded")
-    if s.share and (s.sleep or s.offload or s.mode == "adapter" or s.merge == "engine"):
-        raise InvalidInput("share: goes with mode merged, merge trainer, no sleep and no offload")
+    if s.share and (s.offload or s.mode == "adapter" or s.merge == "engine"):  # asleep, it frees the KV cache alone
+        raise InvalidInput("share: goes with mode merged, merge trainer and no offload")
     if s.share and s.base != s.engine:
         raise InvalidInput(f"share: base and engine must have one dtype, got {s.base} and {s.engine}")
     if (s.train_merged or s.share) and s.base in _CODES:

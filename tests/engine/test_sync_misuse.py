@@ -24,3 +24,8 @@ def test_generate_sets_the_adapter_by_itself() -> None:
     sync = SglangSync(models.with_lora(models.qwen2), "http://127.0.0.1:9")
     with pytest.raises(InvalidInput, match=r"generate\(\) sets lora_path by itself; for another adapter"):
         sync.generate("once", lora_path="mine")
+
+
+def test_sglang_shares_no_weights() -> None:
+    with pytest.raises(InvalidInput, match="share=True: SGLang's schedulers, which hold its weights, run in processes"):
+        SglangSync(models.with_lora(models.qwen2), "http://127.0.0.1:9", share=True)

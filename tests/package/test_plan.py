@@ -142,6 +142,7 @@ def test_setups(tmp_path: Path) -> None:
     assert host_bytes(policy, Setup(sleep=2)) == 0
     assert row(estimate(policy, Setup(offload=True)), "trainer: base").rollout == 0
     shared = estimate(policy, Setup(share=True))
+    assert estimate(policy, Setup(share=True, sleep=1)) == shared  # which frees the KV cache alone
     assert not [r for r in shared if r.side == "engine"]
     assert row(shared, "trainer: lora_merge: way back").rollout > 0
     engine = row(estimate(policy, Setup(merge="engine", sleep=2)), "engine: lora_merge: way back")
@@ -159,7 +160,7 @@ def test_setups(tmp_path: Path) -> None:
         (Setup(gpus=0), "1 or more"),
         (Setup(gpus=3, tp=2), "divides them"),
         (Setup(share=True, gpus=2), "unsharded"),
-        (Setup(share=True, sleep=1), "no sleep"),
+        (Setup(share=True, offload=True), "no offload"),
         (Setup(share=True, base="float32"), "one dtype"),
         (Setup(train_merged=True, base="nf4"), "cannot be trained so"),
         (Setup(merge="engine", mode="adapter"), "goes with mode merged"),
