@@ -90,7 +90,7 @@ def rows() -> Iterator[tuple[str, str, str]]:
         alone = f"; over verl's own transport {ms(ways[ALONE]['ms'])}" if ALONE in ways else ""
         yield (
             f"**Update vLLM** from {trainer} (15.2 GB, H200)",
-            ms(ways[theirs]["ms"]) + (f"; after six, {100 * changed:.1f} % of the adapted base changed" * (changed > 0)),
+            ms(ways[theirs]["ms"]) + f"; after six, {100 * changed:.1f} % of the adapted base changed" * (changed > 0),
             f"**{ms(ways[mine]['ms'])}**{alone}",
         )
     full, half = read("merge-qwen2.5-7b-fp32-adapters"), read("merge-qwen2.5-7b")
@@ -114,8 +114,8 @@ def rows() -> Iterator[tuple[str, str, str]]:
 
 def table() -> str:
     """README's table of figures, as Markdown."""
-    lines = ["| Qwen2.5-7B, rank 32 | the usual way | lora_merge |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows())]
-    return "\n".join(lines) + "\n"
+    head = ["| Qwen2.5-7B, rank 32 | the usual way | lora_merge |", "|---|---|---|"]
+    return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in rows())]) + "\n"
 
 
 EVERY_WAY = (
@@ -130,6 +130,8 @@ EVERY_WAY = (
     ("`addmm_` on bf16 (adapters cut to bf16)", "bf16", "addmm_"),
 )
 """Row of the table of ranks, and which kind and way of the record it is."""
+
+
 def rank_table() -> str:
     """Copies of merges by rank, as Markdown."""
     points = read("ranks-h100")["points"]
