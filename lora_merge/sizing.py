@@ -38,13 +38,13 @@ class Tensor:
     """One parameter of a model: its shape, and what counts of it.
 
     Attributes:
-        block: number of the repeated layer that it belongs to; -1: of none (embeddings, head, last norm).
+        block: name of the repeated layer that it belongs to; "": of none (embeddings, head, last norm).
         linear: it is a weight of a linear layer, or of experts, and no head: what quantisers take.
         experts: it is a weight of experts in one tensor, which bitsandbytes leaves as it is.
     """
 
     shape: tuple[int, ...]
-    block: int
+    block: str
     linear: bool
     experts: bool
 
@@ -187,12 +187,11 @@ def read_policy(
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
     """Yield the parameters of a model, a tied one once."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    blocks = {
-        f"{name}.{i}.": i for name, m in model.named_modules() if isinstance(m, nn.ModuleList) for i in range(len(m))
-    }
+    lists = [(name, len(m)) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    blocks = [f"{name}.{i}." for name, many in lists for i in range(many)]  # outer ones first
     linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear) and m is not head}
     for name, parameter in model.named_parameters():
-        block = next((i for prefix, i in blocks.items() if name.startswith(prefix)), -1)
+        block = next((prefix for prefix in blocks if name.startswith(prefix)), "")
         fused = parameter.ndim == 3
         yield Tensor(tuple(parameter.shape), block, id(parameter) in linear or fused, fused)
 
@@ -309,10 +308,10 @@ def _buckets(s: Setup) -> bool:
 
 def _gathered(p: Policy, s: Setup) -> float:
     """Two layers, as the next one is gathered while one computes, and the root's parameters, which stay gathered."""
-    blocks: dict[int, float] = {}
+    blocks: dict[str, float] = {}
     for t in p.tensors:
         blocks[t.block] = blocks.get(t.block, 0) + _nbytes(t, s.base)
-    return blocks.pop(-1, 0) + 2 * max(blocks.values(), default=0)
+    return blocks.pop("", 0) + 2 * max(blocks.values(), default=0)
 
 
 def _way_back(elements: float, size: int) -> float:
