@@ -339,7 +339,7 @@ WAITING = {
     "rollout.png": ("rollout", "rollout-h200"),
     "step.png": ("step", "step-h100"),
     "step-x2.png": ("step", "step-h200-x2"),
-    "grpo.png": ("grpo", "grpo-gpu"),
+    "grpo.png": ("grpo", "grpo-h200"),
     "train.png": ("train", "train-h200"),
     "fidelity.png": ("fidelity", "fidelity-h200"),
 }
