@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from ..errors import InvalidInput, UnsupportedAdapter
 from ..names import innermost, lineage, path_of, walk
-from ..shards import here
+from ..shards import fsdp2, here
 from . import gathered, straight, tensor_parallel
 
 _TUNER_LAYER = "peft.tuners.tuners_utils.BaseTunerLayer"
@@ -83,6 +83,9 @@ class Acting:
         """Return the layer's input, with the way back to the parameters of the adapters, and what `attach` then wants.
         Nothing where the way back has to begin at the output."""
         plain = path_of(type(self.layer)) == _LINEAR and self.rows is None and x.requires_grad
+        # A unit of FSDP2's own is gathered after this. What is asked here has one answer whenever a layer is called:
+        # gradient checkpointing compares what is kept.
+        plain = plain and not fsdp2.is_unit(type(self.layer))
         halves = [_halves(self.layer, adapter) for adapter in self.adapters] if plain else []
         if not all(_is_at_hand(half) for pair in halves for half in pair):
             return x, []
@@ -120,7 +123,9 @@ class Acting:
 
 def _is_at_hand(half: Any) -> bool:
     """Return True if the whole parameters of a lora_A or lora_B are there before the layer is called."""
-    return type(half) is nn.Linear and type(half.weight) is nn.Parameter and not gathered.is_gathered(half)
+    if type(half) is not nn.Linear or gathered.is_gathered(half):
+        return False
+    return half.weight.ndim == 2 and not fsdp2.is_dtensor_kind(type(half.weight))
 
 
 def _linear(acting: Acting, adapter: str, scaling: float, y: Tensor, x: Tensor, ready: Ready) -> Tensor:
