@@ -84,6 +84,13 @@ def rows() -> Iterator[tuple[str, str, str]]:
         f"TRL's merge {seconds['trl']:.2f} s, LoRA path {seconds['adapter']:.2f} s",
         f"**{seconds['merged']:.2f} s**",
     )
+    whole = next(c for c in read("train-h200")["cases"] if (c["part"], c["adapters"]) == ("whole", "fp32"))
+    trained = {name: ms(way["step_ms"]) for name, way in whole["ways"].items()}
+    yield (
+        f"**Training on what is served**: {whole['tokens']:,} tokens, float32 adapters, checkpointing (H200)",
+        f"PEFT's forward {trained['peft']}",
+        f"**{trained['merged']}** (base alone {trained['base']})",
+    )
     for trainer, name, theirs, mine in TRAINERS:
         ways = read(name)["ways"]
         changed = ways[theirs]["drift"]
