@@ -481,8 +481,8 @@ def draw(record: Record, file: Path) -> None:
         ax.legend(frameon=False, fontsize=9, loc="upper right", ncols=len(lrs))
         ax.figure.suptitle("What was learnt and is not served", x=0.01, ha="left", fontsize=13, fontweight="bold")
         note = f"{title(record)}, {record['device_name']}."
-        note += "\nThe same forward in bf16 with the served weights, mean |log-prob gap| to the trainer: PEFT's"
-        note += f"\nforward {max(row['gap'] for row in record['rows']):.4f}, trained merged "
+        note += "\nThe same forward in bf16 with the served weights, mean |log-prob gap| to the trainer:"
+        note += f"\nPEFT's forward {max(row['gap'] for row in record['rows']):.4f}, trained merged "
         note += f"{max(row['merged']['gap'] for row in record['rows']):.4f}."
         for way in [way for way in GAPS if way in found]:
             note += f"\nvLLM's mean |log-prob gap|, {GAPS[way]}: {found[way]['mean']:.4f}"

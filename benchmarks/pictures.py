@@ -12,7 +12,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -64,75 +64,65 @@ def _gigabytes(n: int) -> str:
 
 
 def rows() -> Iterator[tuple[str, str, str]]:
-    """What, the usual way, lora_merge."""
-    full, half = read("merge-qwen2.5-7b-fp32-adapters"), read("merge-qwen2.5-7b")
-    experts, cpu = read("merge-qwen3-30b-a3b-8layers"), read("merge-cpu-bf16-rank32")
-    ours, round_trip = "lora_merge in place", "merged() enter+exit"
+    """What and in which setting, the usual way, lora_merge."""
+    rollout, step = read("rollout-h200"), read("step-h100")
+    tokens = {name: way["tokens_s"] for name, way in rollout["ways"].items()}
+
+    def share(way: str) -> str:
+        found = sorted(100 * n / base for n, base in zip(tokens[way], tokens["base"], strict=True))
+        return f"{found[0]:.0f} to {found[-1]:.0f} %"
+
+    first, *_, last = rollout["requests"]
     yield (
-        "**Merge**, 7B linears, float32 adapters (PEFT's default)",
-        f"PEFT {_copies(full, 'peft')}",
-        f"**{_copies(full, ours)}**",
+        f"**Rollout**: tokens/s of the base's, {first} to {last} requests (vLLM 0.26, H200)",
+        f"vLLM's LoRA path {share('adapter')}",
+        f"**{share('merged')}**",
     )
-    yield "the same, bf16 adapters", f"PEFT {_copies(half, 'peft')}", f"**{_copies(half, ours)}**"
+    seconds = {name: sum(way["seconds"].values()) for name, way in step["ways"].items()}
     yield (
-        "3072 expert matrices (8 layers of Qwen3-30B-A3B), bf16 adapters",
-        f"PEFT {_copies(experts, 'peft')}",
-        f"**{_copies(experts, ours)}**",
+        f"**GRPO step**: TRL, {step['completions']} answers of {step['new_tokens']} tokens (H100)",
+        f"TRL's merge {seconds['trl']:.2f} s, LoRA path {seconds['adapter']:.2f} s",
+        f"**{seconds['merged']:.2f} s**",
     )
+    whole = next(c for c in read("train-h200")["cases"] if (c["part"], c["adapters"]) == ("whole", "fp32"))
+    trained = {name: ms(way["step_ms"]) for name, way in whole["ways"].items()}
     yield (
-        "**Merge and back**, 7B linears, float32 adapters",
-        f"PEFT {_copies(full, 'peft', back=True)}; the base has changed",
-        f"`merged()` **{_copies(full, round_trip)}**; every bit is back",
-    )
-    yield (
-        "extra memory of these merges",
-        _gigabytes(full["methods"]["peft"]["extra_bytes"]),
-        f"**{_gigabytes(full['methods'][ours]['extra_bytes'])}**; `merged()` "
-        f"{_gigabytes(full['methods'][round_trip]['extra_bytes'])}",
-    )
-    yield (
-        "elements that are not the correctly rounded sum, bf16 adapters",
-        f"PEFT {100 * half['methods']['peft']['misrounded']:.1f} %",
-        f"**{100 * half['methods'][ours]['misrounded']:.3f} %**",
+        f"**Training on what is served**: {whole['tokens']:,} tokens, float32 adapters, checkpointing (H200)",
+        f"PEFT's forward {trained['peft']}",
+        f"**{trained['merged']}** (base alone {trained['base']})",
     )
     for trainer, name, theirs, mine in TRAINERS:
         ways = read(name)["ways"]
         changed = ways[theirs]["drift"]
+        alone = f"; over verl's own transport {ms(ways[ALONE]['ms'])}" if ALONE in ways else ""
         yield (
-            f"**Update a vLLM engine** (15.2 GB) from {trainer}",
-            ms(ways[theirs]["ms"])
-            + (f"; after six, {100 * changed:.1f} % of the adapted base changed" * (changed > 0)),
-            f"**{ms(ways[mine]['ms'])}**" + ("; the base is never written" if changed else ""),
+            f"**Update vLLM** from {trainer} (15.2 GB, H200)",
+            ms(ways[theirs]["ms"]) + f"; after six, {100 * changed:.1f} % of the adapted base changed" * (changed > 0),
+            f"**{ms(ways[mine]['ms'])}**{alone}",
         )
-        if ALONE in ways:
-            yield (
-                f"the same with `lora.merge=True` alone, over {trainer}'s own transport",
-                ms(ways[theirs]["ms"]),
-                f"**{ms(ways[ALONE]['ms'])}**",
-            )
-    rollout = read("rollout-h200")
-    speeds = {
-        name: dict(zip(rollout["requests"], way["tokens_s"], strict=True)) for name, way in rollout["ways"].items()
-    }
-    for requests in (1, 64):
-        base, merged, adapter = (speeds[name][requests] for name in ("base", "merged", "adapter"))
-        what = "**Rollout** by vLLM ([picture](docs/images/rollout.png)), tokens/s" if requests == 1 else "the same"
-        yield (
-            f"{what}, {requests} request{'s' * (requests > 1)}",
-            f"vLLM's LoRA path {adapter:,.0f} = {100 * adapter / base:.0f} % of the base alone",
-            f"merged **{merged:,.0f} = {100 * merged / base:.0f} %**",
-        )
+    full, half = read("merge-qwen2.5-7b-fp32-adapters"), read("merge-qwen2.5-7b")
+    ours, round_trip = "lora_merge in place", "merged() enter+exit"
     yield (
-        f"**On 2 CPU cores** without AVX-512: merge {cpu['bytes'] / 1e6:.0f} MB of bf16 weights, float32 adapters",
-        f"PEFT {ms(cpu['methods']['peft']['ms'])}",
-        f"**{ms(cpu['methods'][ours]['ms'])}**",
+        "**Merge**: linears, float32 adapters (H200)",
+        f"PEFT {_copies(full, 'peft')}",
+        f"**{_copies(full, ours)}**, no extra memory",
+    )
+    yield (
+        "**Merge and back** (H200)",
+        f"PEFT {_copies(full, 'peft', back=True)}; the base has changed",
+        f"**{_copies(full, round_trip)}**, every bit back, {_gigabytes(full['methods'][round_trip]['extra_bytes'])}",
+    )
+    yield (
+        "**Wrongly rounded elements**: bf16 adapters (H200)",
+        f"PEFT {100 * half['methods']['peft']['misrounded']:.1f} %",
+        f"**{100 * half['methods'][ours]['misrounded']:.3f} %**",
     )
 
 
 def table() -> str:
     """README's table of figures, as Markdown."""
-    lines = ["| | the usual way | lora_merge |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows())]
-    return "\n".join(lines) + "\n"
+    head = ["| Qwen2.5-7B, rank 32 | the usual way | lora_merge |", "|---|---|---|"]
+    return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in rows())]) + "\n"
 
 
 EVERY_WAY = (
@@ -147,24 +137,14 @@ EVERY_WAY = (
     ("`addmm_` on bf16 (adapters cut to bf16)", "bf16", "addmm_"),
 )
 """Row of the table of ranks, and which kind and way of the record it is."""
-SHORT = (
-    ("lora_merge, bf16 adapters", "bf16", "in place"),
-    ("lora_merge, float32 adapters", "bf16, fp32 adapters", "in place"),
-    ("`torch.addmm_` (adapters cut to bf16)", "bf16", "addmm_"),
-)
 
 
-def rank_table(ways: Sequence[tuple[str, str, str]], ranks: Sequence[int] | None = None) -> str:
-    """Copies of merges by rank, as Markdown.
-
-    Args:
-        ways: rows, as in `EVERY_WAY`.
-        ranks: columns; default: all that were measured.
-    """
+def rank_table() -> str:
+    """Copies of merges by rank, as Markdown."""
     points = read("ranks-h100")["points"]
-    shown = ranks or sorted({p["rank"] for p in points})
+    shown = sorted({p["rank"] for p in points})
     lines = ["| rank | " + " | ".join(map(str, shown)) + " |", "|---|" + "---|" * len(shown)]
-    for name, kind, way in ways:
+    for name, kind, way in EVERY_WAY:
         found = {p["rank"]: p["x_copy"][way] for p in points if p["kind"] == kind}
         cells = (f"{found[rank]:.2f}" if found[rank] < 10 else f"{found[rank]:.1f}" for rank in shown)
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
@@ -206,8 +186,8 @@ def prediction_table() -> str:
 
 
 TABLES: dict[Path, dict[str, Callable[[], str]]] = {
-    README: {"figures": table, "ranks": partial(rank_table, SHORT, (1, 8, 32, 64, 128, 256))},
-    PERFORMANCE: {"ranks": partial(rank_table, EVERY_WAY), "predictions": prediction_table},
+    README: {"figures": table},
+    PERFORMANCE: {"ranks": rank_table, "predictions": prediction_table},
 }
 """Page -> its tables by name: each stands between `<!-- NAME: ... -->` and `<!-- end of NAME -->`."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from . import __version__
-from .commands import DIRTY, REFUSED, bench, doctor, inspect, merge, serving
+from .commands import DIRTY, REFUSED, bench, doctor, inspect, merge, plan, serving
 from .commands.output import Command, run
 
 __all__ = ["DIRTY", "REFUSED", "main", "parser"]
@@ -51,6 +51,12 @@ COMMANDS = {
         bench.add,
         bench.bench,
         "measure merging on this machine: time, memory and exactness of lora_merge, PEFT and torch.addmm_",
+    ),
+    "plan": _Named(
+        plan.add,
+        plan.plan,
+        "print how much GPU memory a trainer and an engine take, from a model's configuration alone",
+        "Exit status 0: done; 1: refused, or it does not fit into --memory.",
     ),
     "doctor": _Named(
         doctor.add,

@@ -1,4 +1,4 @@
-"""What brings that which is being trained into the engines that roll it out; the shared half of what a user calls."""
+"""The base class of `VllmSync` and `SglangSync`: what a user calls, but for what is one engine's."""
 
 from __future__ import annotations
 

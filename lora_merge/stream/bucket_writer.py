@@ -100,7 +100,7 @@ class BucketWriter:
         self._plans: dict[tuple[int, bool], tuple[tuple[Hashable, int], _BucketPlan]] = {}
         self._staging = Staging(self.device, staged)
         self.joins = self.ranks.alone and not staged and not self.operands.held
-        """What a bucket is merged from lies there all the time, and is all here."""
+        """True if all inputs of every bucket are local and resident."""
         self._due: tuple[ref[DirectTargets], list[list[tuple[int, Slot]]]] | None = None
         self._ahead = DoubleBuffer(self.device)
         self._filling = threading.Lock()

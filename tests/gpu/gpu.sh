@@ -99,7 +99,7 @@ for step in $steps; do
       bench one-copy-24-$card one_copy --parts grpo ;;
     train) bench train-$card train --plot "$out/train-$card.png" ;;
     fidelity) bench fidelity-$card fidelity --engine --plot "$out/fidelity-$card.png" ;;
-    grpo) bench grpo-gpu grpo --device cuda --seeds 3 --deadline 500 --plot "$out/grpo.png" ;;
+    grpo) bench "grpo-$card" grpo --device cuda --seeds 3 --deadline 500 --plot "$out/grpo.png" ;;
     quantised) bench quantised-base-$card quantised --device cuda --shape qwen2.5-7b --layers 28 --repeat 20 ;;
     scaled) bench scaled-$card scaled --device cuda --layers 28 ;;
     quantised-engines) bench quantised-$card quantised_engines --device cuda --models --time qwen2.5-7b ;;

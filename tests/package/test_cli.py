@@ -438,14 +438,14 @@ def test_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def test_the_page_says_what_there_is() -> None:
-    """Every command line in docs/cli.md and docs/serve.md is one that the parser takes."""
+    """Every command line in docs/cli.md, docs/serve.md and docs/sizing.md is one that the parser takes."""
     seen = set()
-    for page in ("cli.md", "serve.md"):
+    for page in ("cli.md", "serve.md", "sizing.md"):
         for line in (ROOT / "docs" / page).read_text().splitlines():
             if line.startswith("    lora-merge ") and "[" not in line:
                 words = shlex.split(line.strip(), comments=True)[1:]
                 seen.add(cli.parser().parse_args(words).command)
-    assert seen == {"merge", "inspect", "bench", "load", "unload"}
+    assert seen == {"merge", "inspect", "bench", "load", "unload", "plan"}
 
 
 def test_the_page_does_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

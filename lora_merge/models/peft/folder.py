@@ -314,7 +314,7 @@ def _base(name: str, dtype: torch.dtype, values: bool, given: bool) -> nn.Module
 
     try:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)  # which does not ask
-        cls = _class_of(config)
+        cls = class_of(config)
         if values:
             loaded: nn.Module = cls.from_pretrained(name, dtype=dtype, trust_remote_code=False)
             return loaded.requires_grad_(False)  # PEFT freezes only what it is put on
@@ -332,7 +332,7 @@ def _base(name: str, dtype: torch.dtype, values: bool, given: bool) -> nn.Module
     return _placed(model.to(dtype)).requires_grad_(False)
 
 
-def _class_of(config: Any) -> Any:
+def class_of(config: Any) -> Any:
     """Return the class that wrote a base; where its config names one that transformers does not have (as Qwen2.5-Omni's
     does), transformers' own for such a config, the widest first."""
     import transformers
