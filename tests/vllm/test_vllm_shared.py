@@ -16,7 +16,7 @@ from engines import ask, assert_answers, engine
 from torch import Tensor, nn
 from weight_bits import bits_of
 
-from lora_merge import InvalidInput, PushRefused, VllmSync
+from lora_merge import InvalidInput, MergedWeights, PushRefused, VllmSync, save_merged
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 no_leftovers = engines.no_leftovers
@@ -214,6 +214,10 @@ def files(model: Any, llm: Any, folder: Path) -> None:
         model.save_pretrained(folder / "saved")
         state = load_file(folder / "saved" / "adapter_model.safetensors")
         assert all("lora_" in name for name in state)
+        held = {name: bits_of(tensor) for name, tensor in MergedWeights(model)}
+        save_merged(model, folder / "merged")
+        written = load_file(folder / "merged" / "model.safetensors")
+        assert {name: bits_of(tensor) for name, tensor in written.items()} == held
         assert sync.sharing is not None
         sync.sharing.training.pause()
         assert base_bits(model) == base
