@@ -92,6 +92,7 @@ def test_a_trainer_and_an_engine_with_one_copy(
         assert base_bits(model) == base
         several_steps(model, llm)
         exceptions(model, llm)
+        moved(model, llm)
         files(model, llm, tmp_path)
         sleeps(model, llm, monkeypatch)
         assert base_bits(model) == base
@@ -199,6 +200,32 @@ def exceptions(model: Any, llm: Any) -> None:
         trained.step()
         sync.push()
         assert_answers(ask(llm), model)
+
+
+def moved(model: Any, llm: Any) -> None:
+    """Trainers move a model when they wrap it; its next push brings it back. What was changed stays apart."""
+    with shared(model, llm) as (sync, trained):
+        for _ in range(2):
+            trained.backward()
+            trained.step()
+            model.to("cpu:0")  # to PyTorch another device than "cpu"
+            assert not lies_in(model, llm)
+            trained.backward()
+            trained.step()
+            report = sync.push()
+            assert report.nbytes == 0
+            assert lies_in(model, llm)
+            assert_answers(ask(llm), model)
+        norm = model.get_base_model().model.norm.weight
+        before = norm.data.clone()
+        norm.data = 2 * before
+        report = sync.push()
+        assert (report.nbytes, report.nbytes + report.shared) == (norm.nbytes, sum(p.nbytes for p in base_of(model)))
+        assert_answers(ask(llm), model)
+        norm.data = before
+        sync.push()
+        assert_answers(ask(llm), model)
+        assert sync.push().nbytes == 0, "now the engine has it again, too"
 
 
 def files(model: Any, llm: Any, folder: Path) -> None:

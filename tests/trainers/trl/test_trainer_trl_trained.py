@@ -161,11 +161,11 @@ def test_resume(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             assert_same_bits(second[name], tensor, name)
 
 
-def lies_in(model: Any, llm: Any) -> bool:
-    """Whether all base weights are memory of the engine's."""
+def apart(model: Any, llm: Any) -> list[str]:
+    """The base weights that are not memory of the engine's."""
     theirs = {p.untyped_storage().data_ptr() for p in llm.apply_model(lambda model: list(model.parameters()))[0]}
-    apart = [n for n, p in model.named_parameters() if p.untyped_storage().data_ptr() not in theirs]
-    return not [name for name in apart if "lora_" not in name]
+    found = [name for name, p in model.named_parameters() if p.untyped_storage().data_ptr() not in theirs]
+    return [name for name in found if "lora_" not in name]
 
 
 def test_one_copy(trainer_of: TrainerOf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_one_copy(trainer_of: TrainerOf, monkeypatch: pytest.MonkeyPatch) -> Non
     before = base_weights(trainer.model)
     rollout = lm.attach(trainer, check=True, verify=True)
     assert rollout is not None
-    assert lies_in(trainer.model, kept[0])
+    assert not apart(trainer.model, kept[0])
     trainer.train()
     assert_all_ratios(trainer, 3)
     assert rollout.report is not None
@@ -190,7 +190,7 @@ def test_one_copy(trainer_of: TrainerOf, monkeypatch: pytest.MonkeyPatch) -> Non
     rollout.sync_weights()
     assert_answers(ask(kept[0]), policy(base_of(trainer), trainer.model.state_dict(), lora()))
     rollout.detach()
-    assert not lies_in(trainer.model, kept[0])
+    assert apart(trainer.model, kept[0])
     assert changed(trainer.model, before) == 0
 
 
