@@ -43,7 +43,7 @@ def train(folder: Path, mode: str, sleeps: bool, tp: int) -> dict[str, Any]:
             train_dataset=trl_training.prompts(),
             peft_config=trl_training.lora(),
         )
-    before = trl_training.base_weights(trainer.model)
+    before = {name: weight.cuda() for name, weight in trl_training.base_weights(trainer.model).items()}
     rollout = lm.attach(trainer, mode="merged" if shares else mode, check=True, verify=True, share=shares)
     trainer.train()
     assert rollout is not None
