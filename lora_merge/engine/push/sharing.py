@@ -128,6 +128,8 @@ class Sharing:
             held = self._held[-1]
             if _stands(held):
                 _end(held, meta)
+            else:  # what was pushed from elsewhere stays
+                self._returns = False
             self._held.pop()
         self._loan.end(self._returns)
         self.ends.close()
