@@ -196,6 +196,8 @@ class EngineSync(Pusher):
     async def _push(self, mode: str | None, verify: bool) -> SyncReport:
         mode = self._mode if mode is None else _checked(mode)
         _check_served(self._weights, mode)
+        if self.sharing is not None:
+            self.sharing.lay_again()
         return await super()._push(mode, verify)
 
 

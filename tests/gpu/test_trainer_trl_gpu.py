@@ -26,9 +26,13 @@ def train(folder: Path, mode: str, sleeps: bool, tp: int) -> dict[str, Any]:
     import lora_merge.integrations.trl as lm
 
     options: dict[str, Any] = {"enforce_eager": True, "max_num_seqs": 32}
+    shares = mode == "shared"
     if mode == "adapter":
         options |= {"enable_lora": True, "max_lora_rank": 8}
-    sizes = {"vllm_gpu_memory_utilization": 0.1, "vllm_tensor_parallel_size": tp}
+    if shares:
+        options |= {"share": True, "dtype": "bfloat16"}
+    sizes: dict[str, Any] = {"vllm_gpu_memory_utilization": 0.1, "vllm_tensor_parallel_size": tp}
+    sizes |= {"model_init_kwargs": {"dtype": "bfloat16"}} if shares else {}
     with lm.engine_options(**options):
         trainer = GRPOTrainer(
             model=str(folder / "base"),
@@ -39,12 +43,15 @@ def train(folder: Path, mode: str, sleeps: bool, tp: int) -> dict[str, Any]:
             train_dataset=trl_training.prompts(),
             peft_config=trl_training.lora(),
         )
-    before = trl_training.base_weights(trainer.model)
-    lm.attach(trainer, mode=mode, check=True, verify=True)
+    before = {name: weight.cuda() for name, weight in trl_training.base_weights(trainer.model).items()}
+    rollout = lm.attach(trainer, mode="merged" if shares else mode, check=True, verify=True, share=shares)
     trainer.train()
+    assert rollout is not None
+    assert rollout.report is not None
     names = ("ratio_mean", "ratio_min", "ratio_max", "seconds", "coverage", "merged")
     found: dict[str, Any] = {name: trl_training.logged(trainer, f"lora_merge/{name}") for name in names}
     engine = trainer.vllm_generation.llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size
+    found |= {"shared": rollout.report.shared, "moved": rollout.report.nbytes}
     return found | {"changed": trl_training.changed(trainer.model, before), "engine": engine}
 
 
@@ -73,11 +80,13 @@ def check(found: dict[str, Any]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sleeps", [False, True])
-@pytest.mark.parametrize("mode", ["merged", "adapter"])
+@pytest.mark.parametrize("mode", ["merged", "adapter", "shared"])
 def test_grpo(mode: str, sleeps: bool, tmp_path: Path) -> None:
     (found,) = run(tmp_path, mode, sleeps, 1)
     print(f"{mode}, sleeps: {sleeps}: {found}")
     check(found)
+    assert (found["shared"] > 0) == (mode == "shared")
+    assert (found["moved"] == 0) == (mode == "shared")
 
 
 @pytest.mark.gpu

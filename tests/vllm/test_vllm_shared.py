@@ -16,7 +16,7 @@ from engines import ask, assert_answers, engine
 from torch import Tensor, nn
 from weight_bits import bits_of
 
-from lora_merge import InvalidInput, PushRefused, VllmSync
+from lora_merge import InvalidInput, MergedWeights, PushRefused, VllmSync, save_merged
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 no_leftovers = engines.no_leftovers
@@ -92,6 +92,7 @@ def test_a_trainer_and_an_engine_with_one_copy(
         assert base_bits(model) == base
         several_steps(model, llm)
         exceptions(model, llm)
+        moved(model, llm)
         files(model, llm, tmp_path)
         sleeps(model, llm, monkeypatch)
         assert base_bits(model) == base
@@ -201,6 +202,32 @@ def exceptions(model: Any, llm: Any) -> None:
         assert_answers(ask(llm), model)
 
 
+def moved(model: Any, llm: Any) -> None:
+    """Trainers move a model when they wrap it; its next push brings it back. What was changed stays apart."""
+    with shared(model, llm) as (sync, trained):
+        for _ in range(2):
+            trained.backward()
+            trained.step()
+            model.to("cpu:0")  # to PyTorch another device than "cpu"
+            assert not lies_in(model, llm)
+            trained.backward()
+            trained.step()
+            report = sync.push()
+            assert report.nbytes == 0
+            assert lies_in(model, llm)
+            assert_answers(ask(llm), model)
+        norm = model.get_base_model().model.norm.weight
+        before = norm.data.clone()
+        norm.data = 2 * before
+        report = sync.push()
+        assert (report.nbytes, report.nbytes + report.shared) == (norm.nbytes, sum(p.nbytes for p in base_of(model)))
+        assert_answers(ask(llm), model)
+        norm.data = before
+        sync.push()
+        assert_answers(ask(llm), model)
+        assert sync.push().nbytes == 0, "now the engine has it again, too"
+
+
 def files(model: Any, llm: Any, folder: Path) -> None:
     """Checkpoints have no merged weights; training goes on from one."""
     from peft import set_peft_model_state_dict
@@ -214,6 +241,10 @@ def files(model: Any, llm: Any, folder: Path) -> None:
         model.save_pretrained(folder / "saved")
         state = load_file(folder / "saved" / "adapter_model.safetensors")
         assert all("lora_" in name for name in state)
+        held = {name: bits_of(tensor) for name, tensor in MergedWeights(model)}
+        save_merged(model, folder / "merged")
+        written = load_file(folder / "merged" / "model.safetensors")
+        assert {name: bits_of(tensor) for name, tensor in written.items()} == held
         assert sync.sharing is not None
         sync.sharing.training.pause()
         assert base_bits(model) == base

@@ -40,6 +40,7 @@ class _Held(NamedTuple):
     """A parameter that lies in the engine.
 
     Args:
+        place: where.
         parameter: the trainer's, since.
         before: the parameter that it replaced, on meta; else None.
         data: what the parameter held before, until all is laid.
@@ -64,7 +65,7 @@ class Sharing:
             gets the trainer's. "": it holds those, which have to be the trainer's.
 
     Attributes:
-        shared: bytes that both hold once.
+        shared: bytes that both hold once, as of the last push.
         apart: bytes that the trainer holds by itself, by the reason.
         ends: called, last first, when the sharing ends.
 
@@ -100,14 +101,21 @@ class Sharing:
                 _put_back(held)
             raise
         self._held = [held._replace(data=None) for held in self._held]
+        self.shared = self._whole = sum(place.view.nbytes for place in found)
         # Of an engine that is dirty already it says nothing new.
         self._loan, self._returns = lent.loan, not replaced and not self.apart
         self.training.before_write = partial(lent.loan.overwritten, IN_TRAINING)
 
-    @property
-    def shared(self) -> int:
-        """Bytes that both hold once: of parameters that have neither been moved nor replaced since."""
-        return sum(held.place.view.nbytes for held in self._held if _stands(held))
+    def lay_again(self) -> None:
+        """Let parameters lie in the engine again that were moved since, as trainers do when they wrap a model. One
+        whose base was changed, or that was replaced, stays where it is."""
+        moved = [held for held in self._held if not _stands(held)]
+        if moved:
+            self.training.pause()
+            for held in moved:
+                if held.place.parameter is held.parameter and not held.parameter.is_meta and _same(held.place):
+                    held.parameter.data = held.place.view
+        self.shared = sum(held.place.view.nbytes for held in self._held if _stands(held)) if moved else self._whole
 
     def close(self, meta: bool = False) -> None:
         """Give the trainer memory of its own, with the base in it. May be called again, and goes on where it failed.
@@ -120,6 +128,8 @@ class Sharing:
             held = self._held[-1]
             if _stands(held):
                 _end(held, meta)
+            else:  # what was pushed from elsewhere stays
+                self._returns = False
             self._held.pop()
         self._loan.end(self._returns)
         self.ends.close()
@@ -166,15 +176,22 @@ def _check_values(model: nn.Module, found: Sequence[Place], apart: Mapping[int, 
 
 def _compare(place: Place) -> None:
     tensor = place.parameter
+    # One on meta takes what the engine has.
+    if tensor is not None and not tensor.is_meta and not _same(place):
+        raise InvalidInput(
+            f"share=True: {place.name}: the engine holds other values than the trainer's base. Start it on the "
+            "checkpoint that the trainer was loaded from, in the same dtype, without load_format='dummy'"
+        )
+
+
+def _same(place: Place) -> bool:
+    """Return True if the engine holds the bits of the trainer's parameter."""
+    tensor = place.parameter
     assert tensor is not None
-    if tensor.is_meta:  # it takes what the engine has
-        return
-    for mine, theirs in _chunks(tensor.detach(), place.view):
-        if not torch.equal(raw(mine.to(theirs.device)), raw(theirs)):
-            raise InvalidInput(
-                f"share=True: {place.name}: the engine holds other values than the trainer's base. Start it on the "
-                "checkpoint that the trainer was loaded from, in the same dtype, without load_format='dummy'"
-            )
+    if (tensor.shape, tensor.dtype) != (place.view.shape, place.view.dtype):
+        return False
+    pieces = _chunks(tensor.detach(), place.view)
+    return all(torch.equal(raw(mine.to(theirs.device)), raw(theirs)) for mine, theirs in pieces)
 
 
 def _write(place: Place) -> None:
