@@ -66,7 +66,8 @@ TOWER = {"freeze_vit": "false", "freeze_aligner": "false"}
 TOWER_ALONE = TOWER | {"freeze_llm": "true"}
 EXAMPLE = {
     "torch_dtype": "bfloat16", "enable_thinking": "false", "lora_rank": "8", "lora_alpha": "32",
-    "learning_rate": "1e-5", "lr_scheduler_type": "cosine", "warmup_ratio": "0.05", "gradient_accumulation_steps": "4", "beta": "0.001",
+    "learning_rate": "1e-5", "lr_scheduler_type": "cosine", "warmup_ratio": "0.05",
+    "gradient_accumulation_steps": "4", "beta": "0.001",
     "per_device_train_batch_size": "2", "log_completions": "true", "max_grad_norm": "1.0", "reward_weights": "1.0",
     "vllm_gpu_memory_utilization": "0.45", "temperature": "1.0",
 }  # fmt: skip
