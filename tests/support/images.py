@@ -40,10 +40,10 @@ def _qwen2_5_vl() -> nn.Module:
 
 
 def _qwen3_vl() -> nn.Module:
-    """Features of two layers of the tower are added in the first layers of the language model (DeepStack)."""
+    """Features of two layers of the tower are added after the first layers of the language model (DeepStack)."""
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-    text = _TEXT | {"head_dim": 32, "rope_parameters": _ROPE | {"mrope_interleaved": True}}
+    text = _TEXT | {"head_dim": 32, "num_hidden_layers": 3, "rope_parameters": _ROPE | {"mrope_interleaved": True}}
     vision = _VISION | {"depth": 3, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64, "patch_size": 16}
     config = Qwen3VLConfig(text_config=text, vision_config=vision, **_TOKENS)
     return Qwen3VLForConditionalGeneration(config)
@@ -65,19 +65,43 @@ def _qwen3_5() -> nn.Module:
     return Qwen3_5ForConditionalGeneration(config)
 
 
+def _qwen2_5_omni() -> nn.Module:
+    """Thinker alone, without what speaks, as swift loads it with ENABLE_AUDIO_OUTPUT=False."""
+    from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
+
+    ids = {f"{kind}_token_{end}": IDS[f"<|{kind.upper()}|>"] for kind in ("image", "video", "audio")
+           for end in ("id", "index")}  # fmt: skip
+    ids |= {f"{kind}_{end}_token_id": IDS[f"<|{kind}_{'bos' if end == 'start' else 'eos'}|>"]
+            for kind in ("vision", "audio") for end in ("start", "end")}  # fmt: skip
+    thinker = {
+        "text_config": _TEXT | {"rope_parameters": _ROPE},
+        "vision_config": _VISION | {"depth": 2, "fullatt_block_indexes": [1]},
+        "audio_config": {"num_mel_bins": 80, "encoder_layers": 2, "encoder_attention_heads": 4, "n_window": 50,
+                         "encoder_ffn_dim": 128, "d_model": 128, "output_dim": 128},
+    }  # fmt: skip
+    config = Qwen2_5OmniConfig(thinker_config=thinker | ids, enable_audio_output=False)
+    return Qwen2_5OmniForConditionalGeneration(config)
+
+
 _MODELS: dict[str, Callable[[], nn.Module]] = {
-    "qwen2_5_vl": _qwen2_5_vl, "qwen3_vl": _qwen3_vl, "qwen3_5": _qwen3_5,
+    "qwen2_5_vl": _qwen2_5_vl, "qwen3_vl": _qwen3_vl, "qwen3_5": _qwen3_5, "qwen2_5_omni": _qwen2_5_omni,
 }  # fmt: skip
 
 
-def tokenizer() -> Any:
-    """Return one of bytes."""
+def tokenizer(**special: str) -> Any:
+    """Return one of bytes.
+
+    Args:
+        special: further special tokens by their names.
+    """
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2TokenizerFast
 
     vocabulary = {character: i for i, character in enumerate(sorted(ByteLevel.alphabet()))} | IDS
     names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
-    return Qwen2TokenizerFast(vocab=vocabulary, merges=[], extra_special_tokens=list(IDS), **names)
+    made = Qwen2TokenizerFast(vocab=vocabulary, merges=[], extra_special_tokens=special or list(IDS), **names)
+    made.add_tokens(list(IDS), special_tokens=True)
+    return made
 
 
 def processor(kind: str) -> Any:
@@ -85,6 +109,13 @@ def processor(kind: str) -> Any:
     import transformers
 
     pixels: dict[str, Any] = {"size": {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}}
+    if kind == "qwen2_5_omni":
+        names = {f"{part}_token": f"<|{part.upper()}|>" for part in ("image", "audio", "video")}
+        names |= {f"{part}_{end}_token": f"<|{part}_{end}|>" for part in ("vision", "audio") for end in ("bos", "eos")}
+        return transformers.Qwen2_5OmniProcessor(
+            transformers.Qwen2VLImageProcessor(**pixels), transformers.Qwen2VLVideoProcessor(),
+            transformers.WhisperFeatureExtractor(feature_size=80), tokenizer(**names), chat_template=CHAT,
+        )  # fmt: skip
     if kind == "qwen2_5_vl":
         made, video = transformers.Qwen2_5_VLProcessor, transformers.Qwen2VLVideoProcessor()
     else:
@@ -100,11 +131,12 @@ def model(kind: str) -> nn.Module:
     made = _MODELS[kind]()
     with torch.no_grad():
         for name, parameter in made.named_parameters():
-            if parameter.dim() > 1 and "visual" not in name:
+            if parameter.dim() > 1 and "visual" not in name and "audio" not in name:
                 parameter *= 8
         # One feature is the same for all tokens, larger than what layers and adapters add, and tells the head so.
-        made.get_input_embeddings().weight[:, 0] = 30
-        made.get_output_embeddings().weight[[IDS[token] for token in SEEN + OMNI], 0] = -6
+        inner = getattr(made, "thinker", made)
+        inner.get_input_embeddings().weight[:, 0] = 30
+        inner.get_output_embeddings().weight[[IDS[token] for token in SEEN + OMNI], 0] = -6
     return made
 
 

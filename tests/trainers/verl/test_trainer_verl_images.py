@@ -14,8 +14,11 @@ if find_spec("verl") is None or find_spec("torchvision") is None:
     pytest.skip("these tests need verl and torchvision", allow_module_level=True)
 
 import images
+import transformers
 import verl_model
 from helpers import assert_same_bits
+from packaging.version import Version
+from processes import spawn
 from safetensors.torch import load_file
 from vllm_name import folder as vllm_by_name
 
@@ -61,6 +64,22 @@ def place(tmp_path_factory: pytest.TempPathFactory, entry_points: Path) -> Path:
     return folder
 
 
+def trained(rank: int, folder: Path) -> None:
+    import verl_images
+
+    verl_images.trains(rank, folder)
+
+
+def test_two_ranks(place: Path, entry_points: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """verl's FSDP2 engine on batches with images: its stream, and training on what was sent, tower and all."""
+    monkeypatch.syspath_prepend(str(vllm_by_name(entry_points)))
+    monkeypatch.setenv("LORA_MERGE_TRAIN", "merged")
+    spawn(2, trained, place / "model")
+
+
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.16.1"), reason="vLLM 0.32 asks for it to read images"
+)
 def test_streams_then_pushes(place: Path, entry_points: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     """verl's buckets carry our stream; then, from verl's checkpoint, pushes of a policy that trains on merged weights.
     Adapters are on the tower, too (verl's default, all linear layers)."""
