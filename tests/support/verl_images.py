@@ -52,7 +52,7 @@ def batch(folder: Path, rank: int, seed: int) -> Any:
 
 
 def trains(rank: int, folder: Path) -> None:
-    """What is sent is base and adapters merged, on tower and language model, and what is computed with; the base stays."""
+    """What is sent is base and adapters merged, of the tower, too, and what is computed with; the base stays."""
     import lora_merge.integrations.verl  # noqa: F401
 
     engine = engine_of(folder)

@@ -41,7 +41,7 @@ class Prompts:
 
     def _tokenize(self, prompts: Any) -> Any:
         """Call the trainer's `_tokenize_prompts`, and note what it renders."""
-        processor, texts = self._trainer.processing_class, []
+        processor, texts = self._trainer.processing_class, list[str]()
         render = processor.apply_chat_template
 
         def noted(*args: Any, **options: Any) -> Any:
