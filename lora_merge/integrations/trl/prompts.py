@@ -13,7 +13,6 @@ from typing import Any
 import torch.distributed as dist
 
 from ..metrics import PolicyGap
-from .release import OFF
 
 
 class Prompts:
@@ -28,10 +27,11 @@ class Prompts:
         self._trainer, self._generation = trainer, generation
         self._known: dict[tuple[int, ...], list[int]] = {}
         """Token ids of a prompt as the trainer has them -> as a tokenizer alone makes them."""
+        self._sees = getattr(trainer, "_is_vlm", False) and hasattr(trainer, "_tokenize_prompts")
 
     def install(self) -> None:
         """Note from now on how the trainer's prompts look unexpanded, if it trains a model that sees images."""
-        if getattr(self._trainer, "_is_vlm", False) and hasattr(self._trainer, "_tokenize_prompts"):
+        if self._sees:
             self._trainer._tokenize_prompts = self._tokenize
 
     def detach(self) -> None:
@@ -61,7 +61,7 @@ class Prompts:
 
     def _plain(self, text: str) -> list[int]:
         """Return the tokens of a rendered prompt, as the processor adds special ones to them."""
-        tokenizer = self._trainer._tokenizer
+        tokenizer = self._trainer.processing_class.tokenizer
         bos = tokenizer.bos_token
         ids: list[int] = tokenizer(text, add_special_tokens=bos is None or not text.startswith(bos))["input_ids"]
         return ids
@@ -70,7 +70,7 @@ class Prompts:
         """Return the rows that TRL hands to `LLM.generate`, those with images unexpanded. Collective among the ranks
         that share an engine: each of them hands it the rows of all."""
         known = self._known
-        if self._generation.tensor_parallel_size > 1:
+        if self._sees and self._generation.tensor_parallel_size > 1:
             everywhere: list[Any] = [None] * self._generation.tensor_parallel_size
             dist.all_gather_object(everywhere, known, group=self._generation.tp_group)
             known = {ids: plain for one in everywhere for ids, plain in one.items()}
@@ -82,7 +82,7 @@ class Prompts:
         Raises:
             PolicyGap: it has read another one.
         """
-        for row, output in zip(rows, outputs, strict=True):
+        for row, output in zip(rows, outputs, strict=True) if any(map(_sees, rows)) else ():
             trained = list(row["prompt_token_ids"]) if _sees(row) else None
             if trained is not None and trained != list(output.prompt_token_ids):
                 raise PolicyGap(
@@ -90,7 +90,7 @@ class Prompts:
                     f"that is trained on has {len(trained)}: vLLM expands placeholders of images that TRL has expanded "
                     "(huggingface/trl#6294). lora_merge undoes that for prompts of the data set; it cannot for images "
                     "that tools return, nor where vLLM's processor for this model expands a prompt otherwise than "
-                    f"transformers' (mm_processor_kwargs, a size of images): have them alike, or train on text. {OFF}"
+                    "transformers' (mm_processor_kwargs, a size of images): have them alike, or train on text"
                 )
 
 

@@ -180,7 +180,7 @@ class Colocated(Rollout):
             raise PushRefused(
                 f"{error} (the last sync went through: if it answers, something else has written to its weights)"
             ) from error
-        rows = [prompts] if isinstance(prompts, str | Mapping) else prompts
+        rows = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         sent = self._prompts.to_engine(rows)
         outputs = type(llm).generate(llm, sent, *args, lora_request=sync.lora_request(), **kwargs)
         self._prompts.check(rows, outputs)
