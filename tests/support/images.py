@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 TEXT = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 SEEN = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-OMNI = ["<|vision_bos|>", "<|vision_eos|>", "<|IMAGE|>", "<|VIDEO|>", "<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>"]
-IDS = {token: 256 + i for i, token in enumerate([*TEXT, *SEEN, *OMNI])}
+IDS = {token: 256 + i for i, token in enumerate([*TEXT, *SEEN])}
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
@@ -65,43 +64,19 @@ def _qwen3_5() -> nn.Module:
     return Qwen3_5ForConditionalGeneration(config)
 
 
-def _qwen2_5_omni() -> nn.Module:
-    """Thinker alone, without what speaks, as swift loads it with ENABLE_AUDIO_OUTPUT=False."""
-    from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
-
-    ids = {f"{kind}_token_{end}": IDS[f"<|{kind.upper()}|>"] for kind in ("image", "video", "audio")
-           for end in ("id", "index")}  # fmt: skip
-    ids |= {f"{kind}_{end}_token_id": IDS[f"<|{kind}_{'bos' if end == 'start' else 'eos'}|>"]
-            for kind in ("vision", "audio") for end in ("start", "end")}  # fmt: skip
-    thinker = {
-        "text_config": _TEXT | {"rope_parameters": _ROPE},
-        "vision_config": _VISION | {"depth": 2, "fullatt_block_indexes": [1]},
-        "audio_config": {"num_mel_bins": 80, "encoder_layers": 2, "encoder_attention_heads": 4, "n_window": 50,
-                         "encoder_ffn_dim": 128, "d_model": 128, "output_dim": 128},
-    }  # fmt: skip
-    config = Qwen2_5OmniConfig(thinker_config=thinker | ids, enable_audio_output=False)
-    return Qwen2_5OmniForConditionalGeneration(config)
-
-
 _MODELS: dict[str, Callable[[], nn.Module]] = {
-    "qwen2_5_vl": _qwen2_5_vl, "qwen3_vl": _qwen3_vl, "qwen3_5": _qwen3_5, "qwen2_5_omni": _qwen2_5_omni,
+    "qwen2_5_vl": _qwen2_5_vl, "qwen3_vl": _qwen3_vl, "qwen3_5": _qwen3_5,
 }  # fmt: skip
 
 
-def tokenizer(**special: str) -> Any:
-    """Return one of bytes.
-
-    Args:
-        special: further special tokens by their names.
-    """
+def tokenizer() -> Any:
+    """Return one of bytes."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2TokenizerFast
 
     vocabulary = {character: i for i, character in enumerate(sorted(ByteLevel.alphabet()))} | IDS
     names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
-    made = Qwen2TokenizerFast(vocab=vocabulary, merges=[], extra_special_tokens=special or list(IDS), **names)
-    made.add_tokens(list(IDS), special_tokens=True)
-    return made
+    return Qwen2TokenizerFast(vocab=vocabulary, merges=[], extra_special_tokens=list(IDS), **names)
 
 
 def processor(kind: str) -> Any:
@@ -109,13 +84,6 @@ def processor(kind: str) -> Any:
     import transformers
 
     pixels: dict[str, Any] = {"size": {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}}
-    if kind == "qwen2_5_omni":
-        names = {f"{part}_token": f"<|{part.upper()}|>" for part in ("image", "audio", "video")}
-        names |= {f"{part}_{end}_token": f"<|{part}_{end}|>" for part in ("vision", "audio") for end in ("bos", "eos")}
-        return transformers.Qwen2_5OmniProcessor(
-            transformers.Qwen2VLImageProcessor(**pixels), transformers.Qwen2VLVideoProcessor(),
-            transformers.WhisperFeatureExtractor(feature_size=80), tokenizer(**names), chat_template=CHAT,
-        )  # fmt: skip
     if kind == "qwen2_5_vl":
         made, video = transformers.Qwen2_5_VLProcessor, transformers.Qwen2VLVideoProcessor()
     else:
@@ -131,12 +99,11 @@ def model(kind: str) -> nn.Module:
     made = _MODELS[kind]()
     with torch.no_grad():
         for name, parameter in made.named_parameters():
-            if parameter.dim() > 1 and "visual" not in name and "audio" not in name:
+            if parameter.dim() > 1 and "visual" not in name:
                 parameter *= 8
         # One feature is the same for all tokens, larger than what layers and adapters add, and tells the head so.
-        inner = getattr(made, "thinker", made)
-        inner.get_input_embeddings().weight[:, 0] = 30
-        inner.get_output_embeddings().weight[[IDS[token] for token in SEEN + OMNI], 0] = -6
+        made.get_input_embeddings().weight[:, 0] = 30
+        made.get_output_embeddings().weight[[IDS[token] for token in SEEN], 0] = -6
     return made
 
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from engines import ask, assert_answers, engine, train
-from peft import LoraConfig
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
@@ -38,14 +37,7 @@ DENSE = {"target_modules": engines.LINEARS}
 
 @pytest.mark.parametrize("name", ["qwen2", "llama", "qwen3"])
 def test_dense_models_in_both_modes(name: str, tmp_path: Path) -> None:
-    """By PEFT; of Qwen3 by transformers' own `add_adapter`, which puts PEFT's layers into the model itself."""
-    if name == "qwen3":
-        torch.manual_seed(0)
-        model = engines.qwen3().eval()
-        engines.save_base(model, tmp_path / "base")
-        model.add_adapter(LoraConfig(init_lora_weights=False, **DENSE))
-    else:
-        model = models.with_lora(getattr(engines, name), **DENSE)
+    model = models.with_lora(getattr(engines, name), **DENSE)
     with engine(model, tmp_path / "base", enable_lora=True, max_lora_rank=8) as llm:
         sync = VllmSync(model, llm, bucket_bytes=1 << 17)
         for step, mode in enumerate(["merged", "adapter", "adapter", "merged", "adapter"]):

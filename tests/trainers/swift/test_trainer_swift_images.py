@@ -22,7 +22,7 @@ from torch import Tensor
 from tests.trainers.swift.test_trainer_swift import assert_ratios, history
 
 nothing_set = swift_runs.nothing_set
-KINDS = ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen2_5_omni"]
+KINDS = ["qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,7 +36,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Images of few tokens, and the vocabulary of the tiny models: swift's templates have that of the hub's."""
     from swift.template.templates import qwen
 
-    monkeypatch.setenv("ENABLE_AUDIO_OUTPUT", "false")  # of Omni, whose talker is nobody's policy
     monkeypatch.setenv("MIN_PIXELS", str(56 * 56))
     monkeypatch.setenv("MAX_PIXELS", str(112 * 112))
     for template in (qwen.Qwen2VLTemplate, qwen.Qwen3_5Template):
@@ -78,14 +77,11 @@ EXAMPLE = {
 @pytest.mark.parametrize("train", ["adapters", "merged"])
 @pytest.mark.parametrize(("kind", "flags"), [
     ("qwen2_5_vl", LANGUAGE), ("qwen2_5_vl", TOWER), ("qwen2_5_vl", TOWER_ALONE), ("qwen3_vl", LANGUAGE),
-    ("qwen3_vl", TOWER), ("qwen3_5", EXAMPLE), ("qwen3_5", EXAMPLE | TOWER), ("qwen2_5_omni", LANGUAGE),
-    ("qwen2_5_omni", TOWER),
+    ("qwen3_vl", TOWER), ("qwen3_5", EXAMPLE), ("qwen3_5", EXAMPLE | TOWER),
 ])  # fmt: skip
 def test_grpo(kind: str, flags: dict[str, str], train: str, folder: Path, tmp_path: Path,
               monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """Adapters on the language model, on tower and aligner as well, on these alone; swift's own example."""
-    if "omni" in kind:
-        pytest.importorskip("qwen_omni_utils", reason="swift reads images for Omni with it")
     for name in ("CHECK", "VERIFY"):
         monkeypatch.setenv(f"LORA_MERGE_{name}", "1")
     monkeypatch.setenv("LORA_MERGE_TRAIN", train)
