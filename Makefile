@@ -35,7 +35,7 @@ help: ## This list
 
 environments: ## All environments that tests run in, so that suites can run side by side afterwards
 environments: $(VENV)/installed $(foreach kind,peft-oldest megatron libraries,$(VENV)/$(kind)/done) $(VLLM)/installed \
-	$(SGLANG)/installed $(foreach trainer,plain trl swift verl,$(VLLM)/$(trainer)/done)
+	$(SGLANG)/installed $(foreach trainer,plain trl swift verl vision,$(VLLM)/$(trainer)/done)
 
 test-all: ## Every test that needs no GPU (`.ci/run` leaves those of tests/whole.txt out)
 test-all: test test-installs test-aarch64 test-peft test-vllm test-sglang test-sglang-next test-sglang-verl test-megatron test-libraries \
@@ -83,8 +83,11 @@ test-trainers: $(foreach trainer,$(TRAINERS),test-$(trainer))
 test-trl test-swift test-verl test-plain: ## One of them
 test-verl: $(VENV)/megatron/done
 test-trl test-swift: $(VENV)/libraries/done
+test-trl test-swift test-verl: $(VLLM)/vision/done
 test-%: $(VLLM)/%/done
 	PYTHONPATH=$(CURDIR)/$(VLLM)/$* TORCH_EXTENSIONS_DIR=$(EXTENSIONS)/vllm $(VLLM)/bin/python -m pytest $(ARGS) tests/trainers/$*
+	$(if $(wildcard tests/trainers/$*/*_images.py),PYTHONPATH=$(CURDIR)/tests/support/vision:$(CURDIR)/$(VLLM)/$*:$(CURDIR)/$(VLLM)/vision \
+		$(VLLM)/bin/python -m pytest $(ARGS) tests/trainers/$*/test_trainer_$*_images.py)
 
 # Which packages are installed is known the next time, too: make takes what a pattern rule makes on its way for scratch.
 .PRECIOUS: $(VLLM)/%/done

@@ -27,6 +27,7 @@ os.environ |= {"VLLM_PLUGINS": "lora_merge", "MODELSCOPE_LOG_LEVEL": "40", "TOKE
 import engines  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from images import live_names  # noqa: E402
 from launched import free_port  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
@@ -311,7 +312,7 @@ def assert_is(weights: dict[str, Tensor], wanted: dict[str, Exact]) -> float:
 
 def assert_untouched(model: nn.Module, checkpoint: Path) -> None:
     """Every weight of the base is bit for bit what its file holds."""
-    saved = load_file(checkpoint / "model.safetensors")
+    saved = live_names(model, load_file(checkpoint / "model.safetensors"))
     seen = 0
     for name, parameter in model.get_base_model().named_parameters():
         if "lora_" in name or ".modules_to_save." in name:

@@ -144,11 +144,12 @@ kept: list[Any] = []
 
 
 @contextmanager
-def one_engine(plain: bool = False) -> Iterator[None]:
+def one_engine(plain: bool = False, **options: Any) -> Iterator[None]:
     """TRL starts one engine inside, which takes adapters, computes in float32 and is ended afterwards.
 
     Args:
         plain: whether its weights keep the layout of a GPU's.
+        options: of `vllm.LLM`, besides.
     """
     import trl.generation.vllm_generation
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -161,11 +162,11 @@ def one_engine(plain: bool = False) -> Iterator[None]:
             engines.plain_layout(patch)
         start = trl.generation.vllm_generation.LLM
         chosen = {"dtype": "float32", "enforce_eager": True, "enable_lora": True, "max_lora_rank": 32}
-        chosen |= {"max_num_seqs": 32, "tensor_parallel_size": 1, "quantization": None}
+        chosen |= {"max_num_seqs": 32, "tensor_parallel_size": 1, "quantization": None} | options
 
-        def started_once(**options: Any) -> Any:
+        def started_once(**theirs: Any) -> Any:
             if not kept:
-                kept.append(start(**options | chosen))
+                kept.append(start(**theirs | chosen))
             return kept[0]
 
         patch.setattr(trl.generation.vllm_generation, "LLM", started_once)

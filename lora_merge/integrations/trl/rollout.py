@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..pushing import KeptSync
 from ..sharing import SleepsShared, how_sharded
 from ..tied import check_tied
 from ..train import TrainsMerged, TrainsShared
+from .prompts import Prompts
 from .release import GENERATION, OFF
 
 QUANTISED = "bitsandbytes"
@@ -118,6 +119,7 @@ class Colocated(Rollout):
         self.takes_over = f"VLLMGeneration.sync_weights: {options.mode} pushes into the colocated engine"
         self._kept = KeptSync()
         self._sleeps: SleepsShared | None = None
+        self._prompts = Prompts(trainer, generation)
         self._synced = False
         """True if the last push went through; there is none in a trainer that resumed between two of its syncs."""
 
@@ -169,11 +171,13 @@ class Colocated(Rollout):
 
     def install(self) -> None:
         super().install()
+        self._prompts.install()
         self.generation.llm.generate = self.generate
 
     def detach(self) -> None:
         super().detach()
         vars(self.generation.llm).pop("generate", None)
+        self._prompts.detach()
         if self._sleeps is not None:
             self._sleeps.end()
         self._kept.close()
@@ -193,11 +197,12 @@ class Colocated(Rollout):
             generation._llm_weights_sleeping = False
         self._tell(report)
 
-    def generate(self, *args: Any, lora_request: Any = None, **kwargs: Any) -> Any:
+    def generate(self, prompts: Any, *args: Any, lora_request: Any = None, **kwargs: Any) -> Any:
         """Call `generate` of TRL's `LLM` with what was pushed last.
 
         Raises:
             InvalidInput: a `lora_request` of the caller's own.
+            PolicyGap: the engine has read another prompt with images than the trainer.
             PushRefused: something else has written to the engine since the last push.
         """
         if lora_request is not None:
@@ -212,7 +217,11 @@ class Colocated(Rollout):
             raise PushRefused(
                 f"{error} (the last sync went through: if it answers, something else has written to its weights)"
             ) from error
-        return type(llm).generate(llm, *args, lora_request=sync.lora_request(), **kwargs)
+        rows = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        sent = self._prompts.to_engine(rows)
+        outputs = type(llm).generate(llm, sent, *args, lora_request=sync.lora_request(), **kwargs)
+        self._prompts.check(rows, outputs)
+        return outputs
 
 
 class Server(Rollout):
