@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -46,12 +47,24 @@ class LoadPlanner(Planner):
         folder, base: as of `read_folder`.
         name: under which the engine serves it.
         device: on which buckets are filled.
+        stages: whether engines receive it while they generate, where their handles allow it.
+        trained_on: samples of the base that it was trained on, which the engines' checkpoint has to equal
+            (`samples_of`); {} for none.
     """
 
     def __init__(
-        self, trainer: Trainer, folder: Path, base: str | Path | None, name: str, device: torch.device
+        self,
+        trainer: Trainer,
+        folder: Path,
+        base: str | Path | None,
+        name: str,
+        device: torch.device,
+        *,
+        stages: bool = False,
+        trained_on: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     ) -> None:
         self._trainer, self._folder, self._base, self._name, self._device = trainer, folder, base, name, device
+        self._stages, self._trained_on = stages, trained_on
         self._streams: list[MergedWeights | UpdateNegotiator] = []
 
     def release(self) -> None:
@@ -69,6 +82,7 @@ class LoadPlanner(Planner):
             raise PushRefused(
                 f"the engines compute in {' and '.join(sorted(dtypes))}: load the adapter into each by itself"
             )
+        await self._check_base(replicas)
         # Read the adapter, and find out what it changes in the base.
         files = stamps(_files(self._folder))
         model = await self._trainer.blocking(lambda: _read(self._folder, self._base, dtype_of(dtypes.pop())))
@@ -91,6 +105,7 @@ class LoadPlanner(Planner):
             ) from error
         update = await negotiate(bare, base, replicas, check.recipients())
         update.device = self._device
+        update.staged = self._stages and all(control.beats for control in self._trainer.controls)
         report.merge = "engine"
         report.left_out = tuple(sorted(bare.left_out))
         # Engines that still hold their checkpoint take the update at once; others read the checkpoint again before.
@@ -110,6 +125,19 @@ class LoadPlanner(Planner):
         message = {"digest": base.digest, "update": update.digest, "state": before.to_json()}
         reload = Transfer(before, LocalOp("reload_checkpoint", message, writes=True), lost)
         return [*([reload] if lost else []), Transfer(after, update, replicas, Route.of_buckets(update))]
+
+
+    async def _check_base(self, replicas: Sequence[Replica]) -> None:
+        """Raise `PushRefused` unless the engines' checkpoint is the base that the adapter was trained on."""
+        if not self._trained_on:
+            return
+        answers = await self._trainer.ask(replicas, "compare_checkpoint", samples=self._trained_on)
+        for index, workers in answers.items():
+            if differs := next((answer["differs"] for answer in workers if answer["differs"]), ""):
+                raise PushRefused(
+                    f"engine {index} was started from another model than {self._name} was trained on: {differs}. Start "
+                    "it on the checkpoint that the trainer has loaded"
+                )
 
 
 class UnloadPlanner(Planner):
