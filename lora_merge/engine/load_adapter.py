@@ -20,6 +20,7 @@ from ..stream.buckets import dtype_of
 from ..stream.weights import MergedWeights
 from .configs import computing, config_of
 from .control.base import Control
+from .control.calls import drive
 from .handles import control_of
 from .payload.base import LocalOp
 from .payload.update import converted
@@ -126,7 +127,6 @@ class LoadPlanner(Planner):
         reload = Transfer(before, LocalOp("reload_checkpoint", message, writes=True), lost)
         return [*([reload] if lost else []), Transfer(after, update, replicas, Route.of_buckets(update))]
 
-
     async def _check_base(self, replicas: Sequence[Replica]) -> None:
         """Raise `PushRefused` unless the engines' checkpoint is the base that the adapter was trained on."""
         if not self._trained_on:
@@ -230,6 +230,60 @@ def _trainer_of(engine: Any) -> Trainer:
     for index, control in enumerate(controls):
         check_handle(index, control, controls[:index])
     return Trainer(controls, Ranks())
+
+
+class _Delegate(Planner):
+    """Plans by another planner for each push."""
+
+    inner = Planner()
+
+    def release(self) -> None:
+        self.inner.release()
+
+    async def __call__(
+        self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: BucketWriter | None
+    ) -> list[Transfer]:
+        return await self.inner(replicas, report, verify, read)
+
+
+class AdapterLoader:
+    """Loads one adapter after another into an engine, which receives each while it generates.
+
+    Args:
+        engine: as for `serve.load_adapter`, but none that has to be awaited.
+        pause: as there.
+        device: from which adapters are sent.
+
+    Raises:
+        InvalidInput: an argument does not fit.
+    """
+
+    def __init__(self, engine: Any, *, pause: str = "keep", device: str | torch.device = "cpu") -> None:
+        check_blocking(engine)
+        self._trainer, self._planner, self._device = _trainer_of(engine), _Delegate(), check_device(device)
+        self._pusher = Pusher(self._trainer, self._planner, pause=pause, mode="merged", healing=_HEALING)
+
+    def load(
+        self, folder: Path, *, base: str | Path | None, name: str, trained_on: Mapping[str, Mapping[str, str]]
+    ) -> SyncReport:
+        """Load an adapter in the place of the one before; raises what `serve.load_adapter` does.
+
+        Args:
+            folder, base, name: as there.
+            trained_on: as of `LoadPlanner`.
+        """
+        self._planner.inner = LoadPlanner(
+            self._trainer, folder, base, name, self._device, stages=True, trained_on=trained_on
+        )
+        return drive(self._pusher._push(None, False))
+
+    def state(self) -> State:
+        """Return what the engine holds now; raise `PushRefused` if it does not answer."""
+        return self._pusher.states()[0]
+
+    def close(self) -> None:
+        """Free buffers."""
+        self._pusher.close()
 
 
 async def load(

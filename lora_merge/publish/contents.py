@@ -108,7 +108,9 @@ class Contents:
             )
         active = list(self._peft.active_adapters)
         if len(active) != 1:
-            raise InvalidInput(f"a version holds one adapter, and {len(active)} are active ({active}): set_adapter() one")
+            raise InvalidInput(
+                f"a version holds one adapter, and {len(active)} are active ({active}): set_adapter() one"
+            )
         return str(active[0])
 
     def _places(self, layout: Layout) -> dict[str, Place]:
@@ -198,8 +200,8 @@ class TensorFile:
             file = (folder / TENSORS).open("r+b")
         except FileNotFoundError as error:
             raise InvalidInput(
-                f"{folder} is not there on every rank: each writes what it owns of the adapter, so the store has to lie "
-                "on a file system that all hosts share, or in an object store"
+                f"{folder} is not there on every rank: each writes what it owns of the adapter, so the store has to "
+                "lie on a file system that all hosts share, or in an object store"
             ) from error
         with file:
             for place, shard, boxes in mine:

@@ -1,7 +1,8 @@
 """The manifest of a version: what it is, which files it has, what it was trained on, and who vouches for it.
 
     {"format": "lora_merge version", "layout": 1,
-     "version": 17, "parent": 16, "copy_of": null, "run": "run7", "publisher": "9f1c...", "created": "2026-11-28T19:47:44Z",
+     "version": 17, "parent": 16, "copy_of": null, "run": "run7",
+     "publisher": "9f1c...", "created": "2026-11-28T19:47:44Z",
      "base": {"name": "Qwen/Qwen2.5-7B", "samples": {"model.layers.0.self_attn.q_proj.weight": {...}, ...}},
      "files": {"adapter_config.json": {"nbytes": 931, "blake2b": "..."}, "adapter_model.safetensors": {...}},
      "signature": "..."}

@@ -19,7 +19,6 @@ from ..shards.ranks import Ranks
 from ..stream.samples import sampled_names, samples_of
 from ..stream.weights import MergedWeights
 from .contents import Contents, TensorFile
-from .keys import key_of
 from .manifest import Base, Manifest, entry_of
 from .store import Store, now
 
@@ -51,8 +50,8 @@ class Publisher:
         publisher.publish()
         # elsewhere: lora-merge follow http://localhost:8000 file:///shared/run7
 
-    A version is a folder that PEFT and vLLM read, too. Each rank of a sharded model writes what it owns of it, where the
-    store is a file system; into an object store the first one does. Every call is collective over all ranks.
+    A version is a folder that PEFT and vLLM read, too. Each rank of a sharded model writes what it owns of it, where
+    the store is a file system; into an object store the first one does. Every call is collective over all ranks.
 
     Args:
         model: a `PeftModel`, plain, under FSDP2, FSDP1 or ZeRO-3, with one active adapter.
@@ -72,7 +71,7 @@ class Publisher:
         if keep < 1:
             raise InvalidInput(f"keep must be at least 1, got {keep}")
         self._model, self._keep = model, keep
-        self._contents, self._store = Contents(model), Store(url, key_of(key))
+        self._contents, self._store = Contents(model), Store(url, key)
         self._world = Ranks(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
         self._me = token_hex(8)
         self._last: int | None = None
@@ -98,7 +97,9 @@ class Publisher:
             shards, ranks = self._contents.tensors()
             config = self._contents.config()
         done: Manifest | None = None
-        with self._world.vote("publish"):  # ranks that hold another copy of the model hear what became of the first one's
+        with self._world.vote(
+            "publish"
+        ):  # ranks that hold another copy of the model hear what became of the first one's
             if _has_first(ranks):
                 done = self._write(shards, ranks, config, pin)
         manifest = self._world.spread(done, 0)

@@ -25,6 +25,7 @@ from typing import Any
 
 from ..errors import InvalidInput, PushRefused
 from ..extras import needed
+from .keys import key_of
 from .manifest import MANIFEST, Manifest, check_file
 
 _DIGITS = 8
@@ -38,7 +39,7 @@ class Store:
 
     Args:
         url: a path, or any URL of fsspec's: file://, s3://, gs://, memory://, ...
-        key: with which manifests are signed and have to be; None for no signatures.
+        key: with which manifests are signed and have to be; as of `key_of`.
 
     Attributes:
         run: name of the store: the last part of its URL.
@@ -49,8 +50,8 @@ class Store:
         MissingExtra: fsspec, or what it needs for this URL, is not installed.
     """
 
-    def __init__(self, url: str | os.PathLike[str], key: bytes | None = None) -> None:
-        self.url, self.key = os.fspath(url), key
+    def __init__(self, url: str | os.PathLike[str], key: str | bytes | None = None) -> None:
+        self.url, self.key = os.fspath(url), key_of(key)
         with needed("a store of versions needs fsspec", "'lora-merge[publish]'", "fsspec"):
             import fsspec
             from fsspec.implementations.local import LocalFileSystem
@@ -240,8 +241,8 @@ class Store:
 
     def _taken(self, manifest: Manifest) -> PushRefused:
         return PushRefused(
-            f"{self.where(manifest.version)} was published by somebody else at the same time: two trainers publish into "
-            "one store. Give each one of its own, or stop one, and make a new Publisher to go on from what is there"
+            f"{self.where(manifest.version)} was published by somebody else at the same time: two trainers publish "
+            "into one store. Give each one of its own, or stop one, and make a new Publisher to go on from what is there"
         )
 
     def _remove(self, version: int) -> None:

@@ -273,7 +273,7 @@ class WorkerSession:
         """End what stages an update, and forget the update. (`leave` does not end a transfer that still comes.)"""
         staging, self.staging = self.staging, None
         if staging is not None:
-            staging.end(leave=lambda: self.receiver is not None and self.receiver.leave())
+            staging.end(leave=(lambda: None) if self.receiver is None else self.receiver.leave)
 
     @contextmanager
     def transfer(self, sessions: Sequence[str]) -> Iterator[None]:

@@ -272,7 +272,7 @@ def _check_known(folder: Path, said: Mapping[str, Any], config: Any) -> None:
         )
 
 
-def check_kind(folder: Path, said: Mapping[str, Any]) -> None:
+def check_kind(folder: object, said: Mapping[str, Any]) -> None:
     """Refuse, by what its configuration says, what no weight of its base can express."""
     kind = str(said.get("peft_type"))
     if kind not in ADAPTER_TYPES:
