@@ -129,8 +129,8 @@ class Manifest:
             raise InvalidInput(f"{where}: {MANIFEST} {wrong}")
         if key is not None and not hmac.compare_digest(_mac(key, manifest._said()), manifest.signature):
             raise InvalidInput(
-                f"{where}: {MANIFEST} {'is signed with another key' if manifest.signature else 'is not signed'}, and "
-                "only versions that are signed with the key here are taken"
+                f"{where}: {MANIFEST} {'was changed, or signed with another key' if manifest.signature else 'is not signed'}"
+                ", and only versions that are signed with the key here are taken"
             )
         return manifest
 

@@ -242,7 +242,7 @@ class Store:
     def _taken(self, manifest: Manifest) -> PushRefused:
         return PushRefused(
             f"{self.where(manifest.version)} was published by somebody else at the same time: two trainers publish "
-            "into one store. Give each one of its own, or stop one, and make a new Publisher to go on from what is there"
+            "into one store. Give each one of its own, or stop one, and make a new Publisher to go on from there"
         )
 
     def _remove(self, version: int) -> None:
