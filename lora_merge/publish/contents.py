@@ -19,7 +19,7 @@ from ..models.pausing import training_of
 from ..models.peft.files import TENSORS
 from ..models.peft.folder import check_kind
 from ..models.peft.layer import PARAMETER, PEFT_MODEL, TUNER_LAYER
-from ..names import lineage
+from ..names import lineage, path_of
 from ..saving.format import as_bytes, make_header, write_from
 from ..shards import Box, Shard
 from ..shards.exchange import Exchange
@@ -70,7 +70,10 @@ class Contents:
         name = self._adapter()
         config = copy.copy(self._peft.peft_config[name])
         config.inference_mode = True
-        config.base_model_name_or_path = self.base_name()
+        config.base_model_name_or_path = self.base_name() or None
+        if config.task_type is None:  # as `save_pretrained`, for `AutoPeftModel`
+            library, _, kind = path_of(type(self._peft.get_base_model())).rpartition(".")
+            config.auto_mapping = {"base_model_class": kind, "parent_library": library}
         check_kind("the model", {"peft_type": config.peft_type.value, **_known_of(config)})
         self._check_scalings(config, name)
         return config

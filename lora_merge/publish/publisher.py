@@ -167,9 +167,11 @@ class Publisher:
     def _base_samples(self, ranks: Ranks) -> dict[str, dict[str, str]]:
         """Return samples of the base's tensors that the adapter changes; taken once, as a pass over the base."""
         if ranks.any(self._samples is None):
-            entries = MergedWeights(self._model).bucket_writer()
-            parts = entries.source.parts
-            changed = [n for n, e in entries.entries.items() if any(parts[s].delta is not None for s in e.sources)]
+            adapted = MergedWeights(self._model)
+            adapted.as_it_lies = False  # of a model that is trained on merged weights: with what adapters add to which
+            writer = adapted.bucket_writer()
+            parts = writer.source.parts
+            changed = [n for n, e in writer.entries.items() if any(parts[s].delta is not None for s in e.sources)]
             self._samples = samples_of(MergedWeights(self._model, adapters=False), sampled_names(changed))
         assert self._samples is not None
         return self._samples

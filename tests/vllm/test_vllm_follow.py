@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,9 @@ def serving(folder: Path, log: Path, follows: Path | None = None) -> Iterator[Se
     try:
         yield server
     finally:
-        server.close()
+        with suppress(ProcessLookupError):  # it was killed
+            server.close()
+        server.reserved.close()
 
 
 def kill(server: Server) -> None:
