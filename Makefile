@@ -6,7 +6,7 @@ PEFT_OLDEST ?= peft==0.18.1
 ARGS ?=
 
 # Folders of the tests that need no engine, no trainer and no library beside PEFT.
-CORE := $(addprefix tests/,kernels models shards stream saving engine training package)
+CORE := $(addprefix tests/,kernels models shards stream saving engine training publish package)
 
 VENV := .venv
 PY := $(VENV)/bin/python

@@ -128,9 +128,9 @@ class Manifest:
         for wrong in manifest._problems(version):
             raise InvalidInput(f"{where}: {MANIFEST} {wrong}")
         if key is not None and not hmac.compare_digest(_mac(key, manifest._said()), manifest.signature):
+            what = "was changed, or signed with another key" if manifest.signature else "is not signed"
             raise InvalidInput(
-                f"{where}: {MANIFEST} {'was changed, or signed with another key' if manifest.signature else 'is not signed'}"
-                ", and only versions that are signed with the key here are taken"
+                f"{where}: {MANIFEST} {what}, and only versions that are signed with the key here are taken"
             )
         return manifest
 

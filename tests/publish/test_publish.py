@@ -225,7 +225,7 @@ def die_in_the_middle(rank: int, folder: Path) -> None:
     """Publish, and die when the second version is all there, but for its name."""
     publisher = Publisher(models.with_lora(models.qwen2), folder)
     publisher.publish()
-    with mock.patch.object(Path, "rename", lambda *_: os._exit(3)):
+    with mock.patch.object(Path, "rename", side_effect=lambda *_: os._exit(3)):
         publisher.publish()
 
 

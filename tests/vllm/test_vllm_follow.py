@@ -243,6 +243,7 @@ def test_a_fleet_converges(tmp_path: Path) -> None:
 
 
 def b_serves(store: Store, server: Server) -> str:
+    """Without its digest."""
     said = store.engines().get(server.url.partition("://")[2].replace(":", "-"), {})
     return str(said.get("serves", "")).partition("-")[0]
 
@@ -259,3 +260,61 @@ def mixtures(prompt: list[int], before: Sequence[int], after: nn.Module) -> set[
         kept = list(before[:many])
         found.add((*kept, *greedy(after, prompt + kept)[: len(before) - many]))
     return found
+
+
+def memory_of(group: int) -> int:
+    """Bytes that the processes of a group hold, what several share counted once."""
+    total = 0
+    for folder in Path("/proc").iterdir():
+        with suppress(OSError, ValueError, ProcessLookupError):
+            if os.getpgid(int(folder.name)) == group:
+                rows = (folder / "smaps_rollup").read_text().splitlines()
+                total += sum(int(row.split()[1]) * 1024 for row in rows if row.startswith("Pss:"))
+    return total
+
+
+def test_many_versions(tmp_path: Path) -> None:
+    """A hundred versions a minute for some minutes, while requests are answered: memory stays flat, and each answer is
+    of one policy up to a token, and of the next ones from there on."""
+    minutes, prompt = float(os.environ.get("LORA_MERGE_TEST_MINUTES", "4")), engines.prompts()[0]
+    policies = [models.with_lora(engines.qwen2, **DENSE) for _ in range(3)]
+    for seed, policy in enumerate(policies):
+        train(policy, seed, 0.2)
+    url, base = tmp_path / "run7", tmp_path / "base"
+    engines.save_base(policies[0].get_base_model(), base)
+    alone = [greedy(policy, prompt) for policy in policies]
+    assert len({tuple(answer) for answer in alone}) == 3
+    allowed = set().union(*(mixtures(prompt, answer, after) for answer in alone for after in policies))
+    Publisher(policies[0], url).publish()
+    with serving(base, tmp_path / "a.log", url) as server:
+        server.wait()
+        assert server.generate(prompt) == alone[0]
+        stop, seen, held = threading.Event(), list[list[int]](), list[int]()
+        asking = threading.Thread(target=keep_asking, args=(server, stop, seen))
+        asking.start()
+        store, begin, version = Store(url), time.monotonic(), 1
+        try:
+            while time.monotonic() - begin < 60 * minutes:
+                version += 1
+                policy = policies[version % 3]
+                # A publisher of its own each time: what a trainer that is started anew leaves counts, too.
+                Publisher(policy, url, keep=4).publish()
+                if version % 50 == 0:
+                    held.append(memory_of(server.process.pid))
+                time.sleep(max(0.0, begin + 0.6 * (version - 1) - time.monotonic()))
+            until(lambda: served(store).startswith(f"run7@{version}-"))
+        finally:
+            stop.set()
+            asking.join()
+        assert server.generate(prompt) == alone[version % 3]
+        strange = [answer for answer in seen if tuple(answer) not in allowed]
+        assert not strange, (len(strange), len(seen), strange[0])
+        assert len({tuple(answer) for answer in seen}) >= 3
+        assert len(held) > 2
+        assert max(held[1:]) < 1.03 * held[1], held
+        assert len(list((url / "versions").iterdir())) == 4
+        print(f"{version} versions, {len(seen)} answers, MB: {[size >> 20 for size in held]}")
+
+
+def served(store: Store) -> str:
+    return next((str(said["serves"]) for said in store.engines().values()), "")
