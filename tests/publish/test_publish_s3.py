@@ -80,7 +80,7 @@ def test_a_version_without_its_manifest_is_not_there(
     with pytest.raises(InvalidInput, match="its checksum differs"):
         store.fetch(store.manifest(3), tmp_path)
     fs.rm_file(file)
-    with pytest.raises(InvalidInput, match="lacks adapter_model.safetensors"):
+    with pytest.raises(InvalidInput, match=r"lacks adapter_model\.safetensors"):
         store.fetch(store.manifest(3), tmp_path)
 
 
