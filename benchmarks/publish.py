@@ -3,17 +3,19 @@
     python benchmarks/publish.py --json publish-h200.json          # GPU: Qwen2.5-7B's shape, rank 32, one GPU
     python benchmarks/publish.py --device cpu --shape tiny         # a smoke test
 
-The trainer (random weights, on the same device) saves its base as the engine's checkpoint, and publishes adapters into a
-folder while `--requests` requests generate. For each version: the longest times in which no request got a token, from
-its publication until the follower said that it is served, beside the median between two tokens; tokens a second
-in the second before, during, and in the second after; how long the engine was paused, as the follower says; and the
-bytes that the engine read. The JSON is written after each version.
+The trainer (random weights, on the same device) saves its base as the engine's checkpoint, and publishes adapters into
+a folder while `--requests` requests generate. For each version: the longest time that a request waited for its next
+token, from its publication until the follower said that it is served (the median over requests, and the most), beside
+the median time between two tokens of a request in the second before, and the longest then; tokens a second in the
+second before, meanwhile, and in the second after; how long the engine was paused, as the follower says; and the bytes
+that the engine read. The JSON is written after each version.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import shutil
 import statistics
@@ -21,7 +23,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import sync
 import torch
@@ -35,14 +37,18 @@ def policy(args: argparse.Namespace, folder: Path) -> Any:
     """The trainer's model; its base is saved as a checkpoint."""
     from peft import LoraConfig, get_peft_model
 
-    base = sync.build_base(args.shape, args.device)
+    base: Any = sync.build_base(args.shape, args.device)
     base.save_pretrained(folder, max_shard_size="4GB")
     config = LoraConfig(r=args.rank, target_modules=sync.LINEARS, init_lora_weights=False)
     with torch.device(args.device):
         return get_peft_model(base, config).eval()
 
 
-async def ask(engine: Any, number: int, args: argparse.Namespace, times: list[float], stop: asyncio.Event) -> None:
+Times: TypeAlias = list[list[float]]
+"""When each token of each request came."""
+
+
+async def ask(engine: Any, number: int, args: argparse.Namespace, times: Times, stop: asyncio.Event) -> None:
     """Generate until `stop` is set; note when each token came."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -51,10 +57,12 @@ async def ask(engine: Any, number: int, args: argparse.Namespace, times: list[fl
     while not stop.is_set():
         turn += 1
         prompt = {"prompt_token_ids": [(number * 131 + i) % vocabulary for i in range(args.prompt_tokens)]}
+        mine: list[float] = []
+        times.append(mine)
         sampling = SamplingParams(**_ONCE, max_tokens=args.new_tokens, output_kind=RequestOutputKind.DELTA)
         async for output in engine.generate(prompt, sampling, f"{number}-{turn}"):
             now = time.perf_counter()
-            times.extend([now] * sum(len(one.token_ids) for one in output.outputs))
+            mine.extend([now] * sum(len(one.token_ids) for one in output.outputs))
             if stop.is_set():
                 break
 
@@ -64,15 +72,25 @@ def serves(store: Any) -> dict[str, Any]:
     return next(iter(store.engines().values()), {})
 
 
-def gaps(times: list[float], begin: float, end: float) -> list[float]:
-    """Milliseconds between two tokens, of whichever requests, in a stretch of time; the longest first."""
-    inside = sorted(t for t in times if begin <= t <= end)
-    return sorted((1e3 * (b - a) for a, b in zip(inside, inside[1:], strict=False)), reverse=True)
+def waits(times: Times, begin: float, end: float) -> list[list[float]]:
+    """Milliseconds between two tokens of each request, where both came in a stretch of time."""
+    inside = ([t for t in one if begin <= t <= end] for one in times)
+    return [[1e3 * (b - a) for a, b in itertools.pairwise(one)] for one in inside if len(one) > 1]
 
 
-def rate(times: list[float], begin: float, end: float) -> float:
+def longest(times: Times, begin: float, end: float) -> list[float]:
+    """The longest wait of each request; the median of these, and the most."""
+    most = [max(one) for one in waits(times, begin, end)] or [0.0]
+    return [statistics.median(most), max(most)]
+
+
+def rate(times: Times, begin: float, end: float) -> float:
     """Tokens a second."""
-    return sum(begin <= t < end for t in times) / max(end - begin, 1e-9)
+    return sum(begin <= t < end for one in times for t in one) / max(end - begin, 1e-9)
+
+
+def spoken(pair: list[float]) -> str:
+    return " and ".join(f"{ms:.1f}" for ms in pair)
 
 
 async def measure(args: argparse.Namespace, folder: Path, record: dict[str, Any]) -> None:
@@ -97,12 +115,12 @@ async def measure(args: argparse.Namespace, folder: Path, record: dict[str, Any]
             max_model_len=args.prompt_tokens + args.new_tokens,
             enforce_eager=args.device == "cpu",
             **memory,
-        )  # fmt: skip
+        )
     )
-    times, stop = list[float](), asyncio.Event()
+    times, stop = list[list[float]](), asyncio.Event()
     asking = [asyncio.create_task(ask(engine, number, args, times, stop)) for number in range(args.requests)]
     try:
-        while not times:  # the first version is merged before the first token
+        while not any(times):  # the first version is merged before the first token
             await asyncio.sleep(0.1)
             for task in asking:
                 if task.done():
@@ -121,23 +139,23 @@ async def measure(args: argparse.Namespace, folder: Path, record: dict[str, Any]
                 assert time.perf_counter() - made < 60, serves(store)
             end = time.perf_counter()
             await asyncio.sleep(max(args.pause, 1.0))
-            between = statistics.median(gaps(times, begin - 1, begin) or [0.0])
+            before = [ms for one in waits(times, begin - 1, begin) for ms in one] or [0.0]
             point = {
                 "version": published.version,
                 "bytes_read": published.nbytes,
                 "publish_ms": 1e3 * published.seconds,
                 "served_after_ms": 1e3 * (end - made),
                 "paused_ms": 1e3 * serves(store)["waited"],
-                "median_gap_ms": between,
-                "longest_gap_before_ms": (gaps(times, begin - 1, begin) or [0.0])[0],
-                "longest_gaps_ms": gaps(times, made, end)[:3],
+                "between_tokens_ms": statistics.median(before),
+                "longest_before_ms": longest(times, begin - 1, begin),
+                "longest_ms": longest(times, made, end),
                 "tokens_s": [rate(times, begin - 1, begin), rate(times, made, end), rate(times, end, end + 1)],
             }
             record["points"].append(point)
             print(
-                f"version {point['version']}: paused {point['paused_ms']:.1f} ms; longest times without a token "
-                f"{', '.join(f'{ms:.1f}' for ms in point['longest_gaps_ms'])} ms (median {between:.2f}, longest in the "
-                f"second before {point['longest_gap_before_ms']:.1f}); tokens/s before, meanwhile, after "
+                f"version {point['version']}: paused {point['paused_ms']:.1f} ms; longest wait for a token, median "
+                f"over requests and most, {spoken(point['longest_ms'])} ms ({spoken(point['longest_before_ms'])} in "
+                f"the second before, {point['between_tokens_ms']:.1f} between two); tokens/s before, meanwhile, after "
                 f"{', '.join(f'{one:,.0f}' for one in point['tokens_s'])}; served {point['served_after_ms']:.0f} ms "
                 f"after it was there; {point['bytes_read'] / 1e6:.0f} MB",
                 flush=True,
