@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -126,7 +127,8 @@ class Contents:
             # PEFT looks for the base's configuration, on the hub, too: once is enough.
             stand_ins = {key: torch.empty(0, device="meta") for key in there}
             of = {id(stand_in): key for key, stand_in in stand_ins.items()}
-            chosen = get_peft_model_state_dict(self._peft, stand_ins, adapter_name=name)
+            with _named_plainly(self._peft):
+                chosen = get_peft_model_state_dict(self._peft, stand_ins, adapter_name=name)
             keys = {key.replace("._orig_mod.", "."): of[id(stand_in)] for key, stand_in in chosen.items()}
             self._known = (name, list(there)), keys  # type: ignore[assignment]
         assert self._known is not None
@@ -136,7 +138,8 @@ class Contents:
         """Raise `InvalidInput` where something is trained that PEFT does not save."""
         saved = {(id(place.owner), place.attribute) for place in places.values()}
         tensors = {id(getattr(place.owner, place.attribute, None)) for place in places.values()}
-        for name, module in self._peft.named_modules():
+        for path, module in self._peft.named_modules():
+            name = _plain(path)
             for key, parameter in layout.parameters(module):
                 if parameter.requires_grad and (id(module), key) not in saved and id(parameter) not in tensors:
                     raise InvalidInput(
@@ -154,7 +157,7 @@ class Contents:
                 continue
             rank, alpha = layer.r[adapter], layer.lora_alpha[adapter]
             scaling = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
-            name = path.removeprefix("base_model.model.")
+            name = _plain(path).removeprefix("base_model.model.")
             said = rank, alpha
             if PARAMETER not in lineage(type(layer)):
                 said = (
@@ -250,10 +253,29 @@ def _write_box(descriptor: int, begin: int, shard: Shard, box: Box, view: Tensor
 def _places_in(model: nn.Module, layout: Layout) -> Iterator[tuple[str, Place]]:
     """Yield what `model.state_dict()` would hold, under its names."""
     for path, module in model.named_modules(remove_duplicate=False):
-        parts = [part for part in path.split(".") if part and part not in _LEFT_OUT]
+        plain = _plain(path)
         buffers = [key for key in module._buffers if key not in module._non_persistent_buffers_set]
         for key in (*(key for key, _ in layout.parameters(module)), *buffers):
-            yield ".".join([*parts, key]), Place(module, key)
+            yield f"{plain}.{key}" if plain else key, Place(module, key)
+
+
+def _plain(path: str) -> str:
+    return ".".join(part for part in path.split(".") if part not in _LEFT_OUT)
+
+
+@contextmanager
+def _named_plainly(model: nn.Module) -> Iterator[None]:
+    """Have a model name its modules as `state_dict` does, under wrappers, too: PEFT compares the two."""
+    names = model.named_modules
+
+    def named_modules(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        return ((_plain(path), module) for path, module in names(*args, **kwargs))
+
+    model.__dict__["named_modules"] = named_modules
+    try:
+        yield
+    finally:
+        del model.__dict__["named_modules"]
 
 
 def _known_of(config: Any) -> dict[str, Any]:
