@@ -51,7 +51,7 @@ COMMANDS = {
         publish.add_follow,
         publish.follow,
         "keep a running vllm serve at the newest version of a store that a Publisher publishes into",
-        "Runs until it is interrupted; with --once exit status 0: the newest version is served; 1: refused, and the "
+        "Exit status 0: interrupted, or with --once, the newest version is served; 1: refused, and the "
         "server is as before; 3: it broke off half-way, and the server is paused.",
     ),
     "status": _Named(

@@ -23,8 +23,9 @@ import torch
 from engines import ask, assert_answers, engine, train
 from torch import nn
 
-from lora_merge import Follower, Publisher, PushRefused, VllmSync, save_merged
+from lora_merge import Follower, LoraMergeError, Publisher, PushRefused, VllmSync, save_merged
 from lora_merge.cli import main
+from lora_merge.engine.transport.sender import Sender
 from lora_merge.publish.status import StoreStatus, status
 from lora_merge.publish.store import Store
 from tests.vllm.test_vllm_processes import Server, greedy
@@ -128,13 +129,13 @@ def test_an_engine_follows(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
 
 
 @contextmanager
-def serving(folder: Path, log: Path, follows: Path | None = None) -> Iterator[Server]:
+def serving(folder: Path, log: Path, follows: Path | None = None, *flags: str) -> Iterator[Server]:
     """A `vllm serve` on a checkpoint, which follows a store by itself, or is left to somebody else."""
     before = os.environ.get("LORA_MERGE_FOLLOW")
     if follows is not None:
         os.environ["LORA_MERGE_FOLLOW"] = str(follows)
     try:
-        server = Server(folder, log, load_format="auto")
+        server = Server(folder, log, *flags, load_format="auto")
     finally:
         os.environ.pop("LORA_MERGE_FOLLOW", None)
         if before is not None:
@@ -166,8 +167,10 @@ def of_policy(model: nn.Module) -> list[list[int]]:
     return [greedy(model, prompt) for prompt in engines.prompts()]
 
 
-def test_a_fleet_converges(tmp_path: Path) -> None:
-    """Engines that are killed, come late, follow by themselves or by a process beside them. Nobody holds a handle."""
+def test_a_fleet_converges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that are killed, come late, follow by themselves or by a process beside them, of one worker or of two.
+    Nobody holds a handle."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     model, url, base = models.with_lora(engines.qwen2, **DENSE), tmp_path / "run7", tmp_path / "base"
     engines.save_base(model.get_base_model(), base)
     publisher, store = Publisher(model, url), Store(url)
@@ -179,7 +182,8 @@ def test_a_fleet_converges(tmp_path: Path) -> None:
         shown: StoreStatus = status(store)
         return shown.converged and sum(engine.newest and engine.silent < 30 for engine in shown.engines) == many
 
-    with serving(base, tmp_path / "a.log", url) as a, serving(base, tmp_path / "b.log") as b:
+    two = "--tensor-parallel-size", "2"
+    with serving(base, tmp_path / "a.log", url) as a, serving(base, tmp_path / "b.log", None, *two) as b:
         a.wait()
         assert answers(a) == expected[1]  # also the first request is answered by the version
         # The same as a checkpoint of it answers.
@@ -239,7 +243,38 @@ def test_a_fleet_converges(tmp_path: Path) -> None:
             beside.terminate()
             beside.wait(20)
         assert beside.returncode == 0
+        check_staging(b, url, base, model, publisher, monkeypatch)
         assert b.url.partition("://")[2].replace(":", "-") not in store.engines()  # it has said that it ends
+
+
+def check_staging(
+    server: Server, url: Path, base: Path, model: nn.Module, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine generates while it receives a version, with the one before; a transfer that breaks off changes
+    nothing, and the next look goes on from there."""
+    before, serve, during = answers(server), Sender.serve, list[list[list[int]]]()
+    follower = Follower(server.url, url, base=base)
+    assert follower.step() is None  # what another follower has left
+    train(model, 8)
+    publisher.publish()
+
+    def breaks(sender: Sender, source: Any, *args: Any) -> None:
+        raise OSError("no more")
+
+    def asks(sender: Sender, source: Any, *args: Any) -> None:
+        during.append(answers(server))  # all workers wait for buckets meanwhile
+        serve(sender, source, *args)
+
+    monkeypatch.setattr(Sender, "serve", breaks)
+    with pytest.raises(LoraMergeError, match="no more"):
+        follower.step()
+    assert answers(server) == before
+    monkeypatch.setattr(Sender, "serve", asks)
+    report = follower.step()
+    assert report is not None
+    assert during == [before]
+    assert answers(server) == of_policy(model)
+    follower.close()
 
 
 def b_serves(store: Store, server: Server) -> str:

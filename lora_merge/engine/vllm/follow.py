@@ -1,8 +1,9 @@
 """`LORA_MERGE_FOLLOW=STORE`: an `AsyncLLM`, that of `vllm serve` too, follows a store by itself.
 
-A thread of the process that holds the `AsyncLLM` looks at the store, and calls the engine in its event loop. Until the
-engine serves the newest version that there is, requests wait: an engine that comes late, or is started anew, answers
-nothing of its checkpoint. If the store has no version yet, the checkpoint is served until there is one.
+A process beside it looks at the store (follower_process.py), and a thread here makes the calls that it asks for in the
+engine's event loop. Until the engine serves the newest version that there is, requests wait: an engine that comes late,
+or is started anew, answers nothing of its checkpoint. If the store has no version yet, the checkpoint is served until
+there is one.
 """
 
 from __future__ import annotations
@@ -12,31 +13,23 @@ import contextlib
 import functools
 import logging
 import os
+import socket
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from operator import attrgetter
 from typing import Any
 
 from ...errors import InvalidInput
-from .control import AsyncControl
 
 VARIABLE = "LORA_MERGE_FOLLOW"
 _log = logging.getLogger(__name__)
 _ATTRIBUTE = "_lora_merge_following"
-
-
-class LoopControl(AsyncControl):
-    """An `AsyncLLM` that is called from another thread than its event loop's."""
-
-    suspends = False
-
-    def __init__(self, handle: Any, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(handle)
-        self._loop = loop
-
-    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        call = super()._call(method, *args, **kwargs)
-        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+_PROCESS = "lora_merge.engine.vllm.follower_process"
+_ENDED = "the process that follows it has ended; start the engine anew"
 
 
 class Following:
@@ -48,11 +41,11 @@ class Following:
     """
 
     def __init__(self, engine: Any, url: str) -> None:
-        self._engine, self._url, self._stop = engine, url, threading.Event()
+        self._engine, self._url = engine, url
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._serves = asyncio.Event()
-        self._failed: str | None = None
-        self._tried = asyncio.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._serves, self._tried = asyncio.Event(), asyncio.Event()
+        self._failed = ""
 
     async def ready(self) -> None:
         """Wait until the engine serves what it should; begin to follow at the first call.
@@ -66,41 +59,65 @@ class Following:
             return
         await self._tried.wait()
         if not self._serves.is_set():
-            raise RuntimeError(
-                f"this engine follows {self._url}, and does not serve a version of it yet: {self._failed}"
-            )
+            raise RuntimeError(f"this engine follows {self._url} and serves no version of it yet: {self._failed}")
 
     def begin(self) -> None:
-        """Begin to follow, in the running event loop."""
+        """Begin to follow, in the running event loop; raise `RuntimeError` if none runs."""
         self._loop = asyncio.get_running_loop()
-        threading.Thread(target=self._run, daemon=True, name="lora_merge_follow").start()
+        here, there = socket.socketpair()
+        name = f"{socket.gethostname()}-{os.getpid()}"
+        model = str(self._engine.vllm_config.model_config.model)
+        command = [sys.executable, "-m", _PROCESS, str(there.fileno()), self._url, model, name]
+        # It works on the CPU alone, and holds nothing of a GPU.
+        environment = {k: v for k, v in os.environ.items() if k != VARIABLE} | {"CUDA_VISIBLE_DEVICES": ""}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        with there:
+            self._process = subprocess.Popen(command, pass_fds=[there.fileno()], env=environment)
+        connection = Connection(here.detach())
+        threading.Thread(target=self._listen, args=(connection,), daemon=True, name="lora_merge_follow").start()
 
     def end(self) -> None:
-        self._stop.set()
+        """End the process beside."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
 
-    def _run(self) -> None:
-        from ...publish.follower import INTERVAL_S, Follower
-
+    def _listen(self, connection: Connection) -> None:
+        """Make the calls that the process beside asks for, until it ends."""
         assert self._loop is not None
         try:
-            model = self._engine.vllm_config.model_config.model
-            control = LoopControl(self._engine, self._loop)
-            follower = Follower(control, self._url, base=model, told=_log.warning)
+            with connection:
+                while True:
+                    kind, *said = connection.recv()
+                    if kind == "call":
+                        connection.send(self._made(*said))
+                    elif kind == "tried":
+                        self._loop.call_soon_threadsafe(self._note, *said)
+                    else:
+                        _log.warning("%s", *said)
+        except (EOFError, OSError):
+            if self._process is not None:
+                _log.error("%s=%s: %s", VARIABLE, self._url, _ENDED)
+                with contextlib.suppress(RuntimeError):  # of an event loop that has ended, too
+                    self._loop.call_soon_threadsafe(self._note, _ENDED)
+
+    def _made(self, method: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
+        """Make a call in the engine's event loop; return whether it went well, and its value or its error in words. A
+        method whose name ends with "?" is not called where this release lacks it."""
+        assert self._loop is not None
+        try:
+            if method.endswith("?") and not hasattr(self._engine, method[:-1]):
+                return True, None
+            call = attrgetter(method.removesuffix("?"))(self._engine)(*args, **kwargs)
+            return True, asyncio.run_coroutine_threadsafe(call, self._loop).result()
         except Exception as error:
-            _log.exception("%s=%s", VARIABLE, self._url)
-            self._loop.call_soon_threadsafe(self._note, str(error))
-            return
-        loop = self._loop
-
-        def tried(well: bool) -> None:
-            loop.call_soon_threadsafe(self._note, None if well else follower.error)
-
-        with contextlib.suppress(RuntimeError):  # of an event loop that has ended
-            follower.run(self._stop, interval=INTERVAL_S, tried=tried)
+            return False, f"{type(error).__name__}: {error}"
 
     def _note(self, error: str | None) -> None:
         """Let requests go on, or fail those that wait."""
-        self._failed = error
+        self._failed = error or ""
         if error is None:
             self._serves.set()
         self._tried.set()
