@@ -128,8 +128,29 @@ def test_an_engine_follows(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
             assert_answers(ask(llm), model)
 
 
+def test_an_engine_follows_a_bucket(tmp_path: Path) -> None:
+    """The same from a local S3, by a server that takes the store from its environment; needs requirements/s3.txt."""
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto")
+    from object_store import s3
+
+    model, base = models.with_lora(engines.qwen2, **DENSE), tmp_path / "base"
+    engines.save_base(model.get_base_model(), base)
+    with s3() as bucket:
+        url = f"{bucket}/run7"
+        publisher, store = Publisher(model, url), Store(url)
+        publisher.publish()
+        with serving(base, tmp_path / "a.log", url) as server:
+            server.wait()
+            for step in range(3):
+                until(lambda: status(store).engines and status(store).engines[0].newest)
+                assert answers(server) == of_policy(model)
+                train(model, step)
+                publisher.publish()
+
+
 @contextmanager
-def serving(folder: Path, log: Path, follows: Path | None = None, *flags: str) -> Iterator[Server]:
+def serving(folder: Path, log: Path, follows: str | Path | None = None, *flags: str) -> Iterator[Server]:
     """A `vllm serve` on a checkpoint, which follows a store by itself, or is left to somebody else."""
     before = os.environ.get("LORA_MERGE_FOLLOW")
     if follows is not None:
