@@ -80,8 +80,8 @@ class TransferRun:
             )
 
     async def _begin(self, replica: Replica, route: Route) -> None:
-        """Have workers begin. A pause that is due goes with this message."""
-        if self._payload.announced:
+        """Have workers begin. A pause that is due goes with this message; where the payload is staged, it stays due."""
+        if self._payload.announced and not self._payload.staged:
             op = self._payload.begin_op(self._terms, route)
             calls = [] if op is None else [self._sequence.make_call(op.op, **op.message)]
             await self._sequence.make(replica, calls, begins=op is not None)

@@ -57,5 +57,5 @@ def test_it_ends_when_its_trainer_has_gone(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(staging, "_END_S", 0.05)
     stays = threading.Event()
     with pytest.raises(RuntimeError, match="still receives an update of another push"):
-        Staging(CPU, lambda: UPDATE if stays.wait(20) else UPDATE).end(lambda: None)
+        Staging(CPU, lambda: (stays.wait(20), UPDATE)[1]).end(lambda: None)
     stays.set()
