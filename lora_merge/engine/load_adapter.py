@@ -26,6 +26,7 @@ from .payload.base import LocalOp
 from .payload.update import converted
 from .push.channels import Trainer
 from .push.compatibility import CompatibilityCheck
+from .push.introduction import hello
 from .push.negotiators import UpdateNegotiator
 from .push.planner import Planner, Transfer
 from .push.pusher import Pusher
@@ -278,8 +279,11 @@ class AdapterLoader:
         return drive(self._pusher._push(None, False))
 
     def state(self) -> State:
-        """Return what the engine holds now; raise `PushRefused` if it does not answer."""
-        return self._pusher.states()[0]
+        """Return what the engine holds now; raise `PushRefused` if it does not answer, or sleeps."""
+        (workers,) = drive(hello(self._trainer))
+        if any(worker.asleep for worker in workers):
+            raise PushRefused("the engine sleeps, and a load would wake it: wake it up first")
+        return Replica(0, None, workers).state
 
     def close(self) -> None:
         """Free buffers."""

@@ -14,6 +14,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from ..engine.load_adapter import AdapterLoader
 from ..engine.push.replica import SyncReport
@@ -30,6 +31,8 @@ _TELL_S = 10.0
 """Seconds between two signs of life in the store."""
 _LONGEST_S = 30.0
 """Seconds between two tries, where several have failed."""
+_AGAIN_S = 60.0
+"""Seconds after which a version that could not be read is read again: a base that was missing may have come."""
 _FORGET_S = 86400.0
 """Seconds after which the last words of an engine that has gone are removed from the store."""
 
@@ -50,7 +53,7 @@ class Follower:
             the one that each version names.
         key: as for `Publisher`; with one, versions have to be signed.
         pause: as for `serve.load_adapter`.
-        name: of the engine, in what is written to the store; default: its URL, or this host and process.
+        name: of the engine, in what is written to the store; default: host and port of its URL, or host and process.
         told: called with a line for each change; default: nobody is told.
 
     Raises:
@@ -73,13 +76,12 @@ class Follower:
             raise InvalidInput("a Follower has one engine: make one for each")
         self._store, self._loader = Store(url, key), AdapterLoader(engine, pause=pause)
         self._base, self._told = base, told or (lambda line: None)
-        address = engine.partition("://")[2].rstrip("/") if isinstance(engine, str) else f"{socket.gethostname()}"
-        self._name = name or (address if isinstance(engine, str) else f"{address}-{os.getpid()}")
+        self._name, self._pause = name or _name_of(engine), pause
         self._cache = tempfile.TemporaryDirectory(prefix="lora_merge-")
         self._held: State | None = None
         self._seen: list[int] = []
         self._checked = self._spoken = 0.0
-        self._refused: dict[str, str] = {}  # versions whose files are not what they say, by name
+        self._refused: dict[str, tuple[float, str]] = {}  # of versions that cannot be read, by name: when, and why
         self._notes: dict[int, str] = {}  # why versions are passed over, by number
         self._said: dict[str, Any] = {"engine": self._name, "serves": "", "version": None, "since": now(), "error": ""}
         self._silent = False  # whether the store takes no words of ours
@@ -108,7 +110,7 @@ class Follower:
                 try:
                     report = self._load(manifest)
                 except (InvalidInput, UnsupportedAdapter) as error:
-                    self._refused[manifest.name] = str(error)
+                    self._refused[manifest.name] = time.monotonic(), str(error)
                     self._pass_over(manifest.version, str(error))
                     continue
                 held = self._loader.state()
@@ -183,8 +185,9 @@ class Follower:
             except InvalidInput as error:
                 self._pass_over(version, str(error))
                 continue
-            if manifest.name in self._refused:
-                self._pass_over(version, self._refused[manifest.name])
+            at, why = self._refused.get(manifest.name, (0.0, ""))
+            if why and time.monotonic() - at < _AGAIN_S:
+                self._pass_over(version, why)
                 continue
             yield manifest
 
@@ -213,11 +216,12 @@ class Follower:
             self._said["since"] = now()
             self._spoken = 0.0
         if report is not None and manifest is not None:
-            self._said |= {"nbytes": manifest.nbytes, "waited": waited(report)}
+            stood = waited(report, self._pause)
+            self._said |= {"nbytes": manifest.nbytes, "waited": stood}
             staged = sum(report.seconds.values())
             self._told(
                 f"{self._name} serves {manifest.name}: {manifest.nbytes / 1e6:.1f} MB, {staged:.2f} s, "
-                f"{waited(report):.3f} of which requests waited"
+                f"{stood:.3f} of which requests waited"
             )
 
     def _pass_over(self, version: int, why: str) -> None:
@@ -253,9 +257,21 @@ def _first(notes: dict[int, str]) -> str:
     return notes[max(notes)] + (f" (and {len(notes) - 1} more)" if len(notes) > 1 else "")
 
 
-def waited(report: SyncReport) -> float:
-    """Return the seconds in which an engine stood still for a version that it had received before."""
-    return sum(report.seconds.get(phase, 0.0) for phase in ("pause", "finish", "resume"))
+def waited(report: SyncReport, pause: str = "keep") -> float:
+    """Return the seconds in which an engine stood still for a version. Where requests are waited for, or ended, that
+    comes before it receives the version."""
+    phases = ("pause", "finish", "resume") if pause == "keep" else ("pause", "transfer", "finish", "resume")
+    return sum(report.seconds.get(phase, 0.0) for phase in phases)
+
+
+def _name_of(engine: Any) -> str:
+    """Return a name that no other engine's follower has: host and port, or host and process."""
+    if not isinstance(engine, str):
+        return f"{socket.gethostname()}-{os.getpid()}"
+    url = urlsplit(engine if "://" in engine else f"http://{engine}")
+    host = url.hostname or ""
+    local = host in ("localhost", "::1", "0.0.0.0") or host.startswith("127.")
+    return f"{socket.gethostname() if local else host}-{url.port or url.scheme}"
 
 
 def silent_for(said: dict[str, Any]) -> float:

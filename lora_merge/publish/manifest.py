@@ -15,15 +15,18 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInput
+from ..models.peft.files import CONFIG, TENSORS
 
 FORMAT, LAYOUT = "lora_merge version", 1
 MANIFEST = "manifest.json"
+_RUN = re.compile(r"[A-Za-z0-9._-]+")
 _LONGEST = 4 << 20
 """Bytes of a manifest that are read at most."""
 _CHUNK = 1 << 22
@@ -140,9 +143,11 @@ class Manifest:
         kinds = (self.run, self.publisher, self.created, self.base.name, self.signature)
         if not all(isinstance(value, str) for value in kinds) or not isinstance(self.base.samples, dict):
             yield "has values of other types than this lora_merge writes"
+        if _RUN.fullmatch(str(self.run)) is None:
+            yield f"names a run {self.run!r}, which is no name of a store"
+        if self.files.keys() != {CONFIG, TENSORS}:
+            yield f"names the files {sorted(self.files)}, and a version has {CONFIG} and {TENSORS}"
         for name, entry in self.files.items():
-            if not name or Path(name).name != name or name.startswith(".") or name == MANIFEST:
-                yield f"names {name!r}, and a version has files in its own folder alone"
             if type(entry.nbytes) is not int or not isinstance(entry.blake2b, str):
                 yield f"says no size and digest of {name}"
 

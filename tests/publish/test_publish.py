@@ -140,8 +140,10 @@ def test_what_is_torn_or_foreign_is_refused_by_name(tmp_path: Path) -> None:
         (said(signature=""), r"is not signed"),
         (said(format="somebody's"), r"is not lora_merge's: its format is \"?'?somebody's"),
         (said(layout=2), r"has layout 2, and this lora_merge reads 1"),
-        (said(files={"../../etc/passwd": entry}), r"names '../../etc/passwd', and a version has files in its own"),
-        (said(files={weights: {"nbytes": "many", "blake2b": ""}}), r"says no size and digest"),
+        (said(files={"../../etc/passwd": entry}), r"names the files \['../../etc/passwd'\], and a version has"),
+        (said(run="../../x"), r"names a run '../../x', which is no name of a store"),
+        (said(files=manifest["files"] | {weights: {"nbytes": "many", "blake2b": ""}}), r"says no size and digest"),
+        (said(files={**manifest["files"], "adapter_model.bin": entry}), r"names the files .*adapter_model.bin"),
         (said(files=[]), r"lacks something, or has it in another form"),
         (said(base={"name": "x"}), r"lacks something, or has it in another form"),
     ):

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -265,7 +266,7 @@ def test_a_fleet_converges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             beside.wait(20)
         assert beside.returncode == 0
         check_staging(b, url, base, model, publisher, monkeypatch)
-        assert b.url.partition("://")[2].replace(":", "-") not in store.engines()  # it has said that it ends
+        assert f"{socket.gethostname()}-{b.port}" not in store.engines()  # it has said that it ends
 
 
 def check_staging(
@@ -287,7 +288,7 @@ def check_staging(
         serve(sender, source, *args)
 
     monkeypatch.setattr(Sender, "serve", breaks)
-    with pytest.raises(LoraMergeError, match="no more"):
+    with pytest.raises(LoraMergeError, match=r"no more|gave up"):
         follower.step()
     assert answers(server) == before
     monkeypatch.setattr(Sender, "serve", asks)
@@ -300,7 +301,7 @@ def check_staging(
 
 def b_serves(store: Store, server: Server) -> str:
     """Without its digest."""
-    said = store.engines().get(server.url.partition("://")[2].replace(":", "-"), {})
+    said = store.engines().get(f"{socket.gethostname()}-{server.port}", {})
     return str(said.get("serves", "")).partition("-")[0]
 
 

@@ -193,8 +193,9 @@ class EngineSequence:
             calls = [self.make_call("merge", state=one.state.to_json()), *(_names(name, one.state) if name else [])]
         begins = one.payload.merges
         returned = await self._made(replica, [*before, *calls], begins, ends)
-        if before:
-            _check_reset(replica, returned[0])
+        if before and not returned[0]:
+            replica.begun = False  # nothing of the merge was done
+            _check_reset(replica, False)
         _committed(replica, one, returned[len(before)])
 
     def _resets(self, replica: Replica) -> list[Call]:
