@@ -6,7 +6,6 @@ import os
 
 from ..errors import InvalidInput
 
-VARIABLE = "LORA_MERGE_STORE_KEY"
 _SHORTEST = 16
 
 
@@ -16,7 +15,7 @@ def key_of(key: str | bytes | None) -> bytes | None:
     Raises:
         InvalidInput: it has fewer than 16 bytes.
     """
-    found = os.environ.get(VARIABLE) or None if key is None else key
+    found = os.environ.get("LORA_MERGE_STORE_KEY") or None if key is None else key
     if found is None:
         return None
     made = found.encode() if isinstance(found, str) else bytes(found)

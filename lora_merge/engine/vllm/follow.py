@@ -139,7 +139,7 @@ def install(url: str) -> None:
 
 def switched_on() -> str:
     """Return the store that the environment names; "" for none."""
-    return os.environ.get(VARIABLE, "")
+    return os.environ.get("LORA_MERGE_FOLLOW", "")
 
 
 def _following(make: Callable[..., None]) -> Callable[..., None]:
