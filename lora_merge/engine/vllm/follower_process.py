@@ -35,7 +35,7 @@ class PipeControl(AsyncControl):
     def config(self) -> Any:
         return None
 
-    def tell(self, *message: Any) -> None:
+    def say(self, *message: Any) -> None:
         """Send what nobody answers."""
         with self._lock:
             self._connection.send(message)
@@ -73,13 +73,13 @@ def main(descriptor: int, url: str, base: str, name: str) -> None:
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which ends this process
     try:
-        follower = Follower(control, url, base=base, name=name, told=lambda line: control.tell("told", line))
+        follower = Follower(control, url, base=base, name=name, told=lambda line: control.say("told", line))
     except Exception as error:
-        control.tell("tried", f"{type(error).__name__}: {error}")
+        control.say("tried", f"{type(error).__name__}: {error}")
         return
 
     def tried(well: bool) -> None:
-        control.tell("tried", None if well else follower.error)
+        control.say("tried", None if well else follower.error)
 
     with suppress(OSError, EOFError):  # the engine has gone
         follower.run(tried=tried)
