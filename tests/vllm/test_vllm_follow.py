@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -148,6 +149,19 @@ def test_an_engine_follows_a_bucket(tmp_path: Path) -> None:
                 assert answers(server) == of_policy(model)
                 train(model, step)
                 publisher.publish()
+
+
+def test_what_is_wrapped_is_there() -> None:
+    """The names of vLLM's on which `LORA_MERGE_FOLLOW` relies."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    assert "client_count" in inspect.signature(AsyncLLM.__init__).parameters
+    assert inspect.iscoroutinefunction(AsyncLLM.add_request)
+    assert inspect.isfunction(AsyncLLM.shutdown)
+    assert "self.add_request(" in inspect.getsource(AsyncLLM.generate)
+    assert "self.add_request(" in inspect.getsource(AsyncLLM.encode)
+    assert inspect.isfunction(LLMEngine.__init__)
 
 
 @contextmanager

@@ -4,6 +4,9 @@ A process beside it looks at the store (follower_process.py), and a thread here 
 engine's event loop. Until the engine serves the newest version that there is, requests wait: an engine that comes late,
 or is started anew, answers nothing of its checkpoint. If the store has no version yet, the checkpoint is served until
 there is one.
+
+vLLM tells a plugin of no engine that is made, and lets it hold back no request, so `AsyncLLM.__init__`, `add_request`
+and `shutdown` are wrapped. Read in vLLM 0.26 and 0.32, run with 0.32.
 """
 
 from __future__ import annotations
