@@ -6,7 +6,7 @@ PEFT_OLDEST ?= peft==0.18.1
 ARGS ?=
 
 # Folders of the tests that need no engine, no trainer and no library beside PEFT.
-CORE := $(addprefix tests/,kernels models shards stream saving engine training package)
+CORE := $(addprefix tests/,kernels models shards stream saving engine training publish package)
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -21,7 +21,7 @@ SGLANG := .venv-sglang
 # Where DeepSpeed builds what it compiles when it is first used.
 EXTENSIONS := $(CURDIR)/build/extensions
 
-.PHONY: help environments docs bench test test-all test-vllm test-peft test-megatron test-libraries test-trainers lint cuda wheel test-wheel clean test-sglang
+.PHONY: help environments docs bench test test-all test-vllm test-peft test-megatron test-libraries test-s3 test-trainers lint cuda wheel test-wheel clean test-sglang
 .PHONY: test-installs test-sglang-next test-sglang-verl aarch64 wheel-aarch64 test-aarch64 test-wheel-aarch64
 
 bench: $(VENV)/installed ## Every way to merge a checkpoint: a table, and benchmarks/work/merge.png
@@ -34,11 +34,11 @@ help: ## This list
 	@awk -F ':.*## ' '/^[a-z0-9 -]+:.*## / {printf "%-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 environments: ## All environments that tests run in, so that suites can run side by side afterwards
-environments: $(VENV)/installed $(foreach kind,peft-oldest megatron libraries,$(VENV)/$(kind)/done) $(VLLM)/installed \
+environments: $(VENV)/installed $(foreach kind,peft-oldest megatron libraries s3,$(VENV)/$(kind)/done) $(VLLM)/installed \
 	$(SGLANG)/installed $(foreach trainer,plain trl swift verl vision,$(VLLM)/$(trainer)/done)
 
 test-all: ## Every test that needs no GPU (`.ci/run` leaves those of tests/whole.txt out)
-test-all: test test-installs test-aarch64 test-peft test-vllm test-sglang test-sglang-next test-sglang-verl test-megatron test-libraries \
+test-all: test test-installs test-aarch64 test-peft test-vllm test-sglang test-sglang-next test-sglang-verl test-megatron test-libraries test-s3 \
 	test-trainers
 
 # One of them trains with megatron-core, one with DeepSpeed.
@@ -72,6 +72,10 @@ lint: $(VENV)/installed ## ruff, its format, mypy
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
+
+test-s3: $(VENV)/installed $(VLLM)/installed $(VENV)/s3/done ## Versions in a local S3 (moto's server), and an engine that follows it
+	PYTHONPATH=$(VENV)/s3 $(PY) -m pytest $(ARGS) tests/publish/test_publish_s3.py
+	PYTHONPATH=$(VENV)/s3 $(VLLM)/bin/python -m pytest $(ARGS) tests/vllm/test_vllm_follow.py -k bucket
 
 test-libraries: $(VENV)/installed $(VENV)/libraries/done ## DeepSpeed, bitsandbytes, torchao, HQQ
 	PYTHONPATH=$(VENV)/libraries TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(PY) -m pytest $(ARGS) tests/libraries
@@ -222,6 +226,11 @@ $(VENV)/peft-oldest/done: $(VENV)/installed
 $(VENV)/megatron/done: $(VENV)/installed requirements/megatron.txt
 	rm -rf $(@D)
 	$(PY) -m pip install -qq --no-deps --target $(@D) -r requirements/megatron.txt
+	@touch $@
+
+$(VENV)/s3/done: $(VENV)/installed requirements/s3.txt
+	rm -rf $(@D)
+	$(PY) -m pip install -qq --no-deps --target $(@D) -r requirements/s3.txt
 	@touch $@
 
 # HQQ comes as sources, whose setup compiles for CUDA beside them unless it is told not to.

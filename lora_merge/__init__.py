@@ -3,6 +3,7 @@
 - `merged(model)`: the base weights hold the adapters for the time of a `with` block, and come back bit for bit.
 - `MergedWeights(model)`: the merged checkpoint as a stream of `(name, tensor)`; the model is only read.
 - `VllmSync(model, engine).push()`: the merged weights, or the adapter, into running vLLM engines.
+- `Publisher(model, url).publish()`: versions of the adapter in a store, which engines follow (`Follower`).
 - `merge_`, `merge`, `unmerge_`, `run_segments`, `Plan`: the same on plain tensors.
 - `serve`, `verify`, `restore`, `megatron`: adapters from folders, checks, exact restore, Megatron models.
 
@@ -28,6 +29,8 @@ from .kernels.plan import Plan
 from .kernels.segments import Segment
 from .models.delta import Delta
 from .models.peft.read import read_deltas
+from .publish.follower import Follower
+from .publish.publisher import Published, Publisher
 from .saving import Saved, merge_checkpoint, save_merged
 from .stream.weights import MergedWeights
 from .training import Training, train_merged
@@ -38,12 +41,15 @@ __all__ = [
     "AlreadyMerged",
     "BackendUnavailable",
     "Delta",
+    "Follower",
     "InvalidInput",
     "LoraMergeError",
     "MergedWeights",
     "MissingExtra",
     "NotRestored",
     "Plan",
+    "Published",
+    "Publisher",
     "PushFailed",
     "PushRefused",
     "Saved",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from . import __version__
-from .commands import DIRTY, REFUSED, bench, doctor, inspect, merge, plan, serving
+from .commands import DIRTY, REFUSED, bench, doctor, inspect, merge, plan, publish, serving
 from .commands.output import Command, run
 
 __all__ = ["DIRTY", "REFUSED", "main", "parser"]
@@ -47,6 +47,25 @@ COMMANDS = {
         "take the adapter out again: bit for bit, the weights are those that the server was started with",
         _SERVER.format("the base is served"),
     ),
+    "follow": _Named(
+        publish.add_follow,
+        publish.follow,
+        "keep a running vllm serve at the newest version of a store that a Publisher publishes into",
+        "Exit status 0: interrupted, or with --once, the newest version is served; 1: refused, and the "
+        "server is as before; 3: it broke off half-way, and the server is paused.",
+    ),
+    "status": _Named(
+        publish.add_status,
+        publish.status,
+        "show the versions of a store, and which engine serves which of them",
+        "Exit status 0: every engine that was heard of in the last minute serves the newest version; 1: some do not.",
+    ),
+    "rollback": _Named(
+        publish.add_rollback,
+        publish.rollback,
+        "publish a kept version of a store once more, as the newest: engines then serve it, bit for bit",
+    ),
+    "pin": _Named(publish.add_pin, publish.pin, "keep a version of a store whatever comes after it"),
     "bench": _Named(
         bench.add,
         bench.bench,

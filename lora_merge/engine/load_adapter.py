@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,11 +20,13 @@ from ..stream.buckets import dtype_of
 from ..stream.weights import MergedWeights
 from .configs import computing, config_of
 from .control.base import Control
+from .control.calls import drive
 from .handles import control_of
 from .payload.base import LocalOp
 from .payload.update import converted
 from .push.channels import Trainer
 from .push.compatibility import CompatibilityCheck
+from .push.introduction import hello
 from .push.negotiators import UpdateNegotiator
 from .push.planner import Planner, Transfer
 from .push.pusher import Pusher
@@ -46,12 +49,24 @@ class LoadPlanner(Planner):
         folder, base: as of `read_folder`.
         name: under which the engine serves it.
         device: on which buckets are filled.
+        stages: whether engines receive it while they generate, where their handles allow it.
+        trained_on: samples of the base that it was trained on, which the engines' checkpoint has to equal
+            (`samples_of`); {} for none.
     """
 
     def __init__(
-        self, trainer: Trainer, folder: Path, base: str | Path | None, name: str, device: torch.device
+        self,
+        trainer: Trainer,
+        folder: Path,
+        base: str | Path | None,
+        name: str,
+        device: torch.device,
+        *,
+        stages: bool = False,
+        trained_on: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     ) -> None:
         self._trainer, self._folder, self._base, self._name, self._device = trainer, folder, base, name, device
+        self._stages, self._trained_on = stages, trained_on
         self._streams: list[MergedWeights | UpdateNegotiator] = []
 
     def release(self) -> None:
@@ -69,6 +84,7 @@ class LoadPlanner(Planner):
             raise PushRefused(
                 f"the engines compute in {' and '.join(sorted(dtypes))}: load the adapter into each by itself"
             )
+        await self._check_base(replicas)
         # Read the adapter, and find out what it changes in the base.
         files = stamps(_files(self._folder))
         model = await self._trainer.blocking(lambda: _read(self._folder, self._base, dtype_of(dtypes.pop())))
@@ -91,6 +107,7 @@ class LoadPlanner(Planner):
             ) from error
         update = await negotiate(bare, base, replicas, check.recipients())
         update.device = self._device
+        update.staged = self._stages and all(control.beats for control in self._trainer.controls)
         report.merge = "engine"
         report.left_out = tuple(sorted(bare.left_out))
         # Engines that still hold their checkpoint take the update at once; others read the checkpoint again before.
@@ -110,6 +127,18 @@ class LoadPlanner(Planner):
         message = {"digest": base.digest, "update": update.digest, "state": before.to_json()}
         reload = Transfer(before, LocalOp("reload_checkpoint", message, writes=True), lost)
         return [*([reload] if lost else []), Transfer(after, update, replicas, Route.of_buckets(update))]
+
+    async def _check_base(self, replicas: Sequence[Replica]) -> None:
+        """Raise `PushRefused` unless the engines' checkpoint is the base that the adapter was trained on."""
+        if not self._trained_on:
+            return
+        answers = await self._trainer.ask(replicas, "compare_checkpoint", samples=self._trained_on)
+        for index, workers in answers.items():
+            if differs := next((answer["differs"] for answer in workers if answer["differs"]), ""):
+                raise PushRefused(
+                    f"engine {index} was started from another model than {self._name} was trained on: {differs}. Start "
+                    "it on the checkpoint that the trainer has loaded"
+                )
 
 
 class UnloadPlanner(Planner):
@@ -202,6 +231,63 @@ def _trainer_of(engine: Any) -> Trainer:
     for index, control in enumerate(controls):
         check_handle(index, control, controls[:index])
     return Trainer(controls, Ranks())
+
+
+class _Delegate(Planner):
+    """Plans by another planner for each push."""
+
+    inner = Planner()
+
+    def release(self) -> None:
+        self.inner.release()
+
+    async def __call__(
+        self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: BucketWriter | None
+    ) -> list[Transfer]:
+        return await self.inner(replicas, report, verify, read)
+
+
+class AdapterLoader:
+    """Loads one adapter after another into an engine, which receives each while it generates.
+
+    Args:
+        engine: as for `serve.load_adapter`, but none that has to be awaited.
+        pause: as there.
+        device: from which adapters are sent.
+
+    Raises:
+        InvalidInput: an argument does not fit.
+    """
+
+    def __init__(self, engine: Any, *, pause: str = "keep", device: str | torch.device = "cpu") -> None:
+        check_blocking(engine)
+        self._trainer, self._planner, self._device = _trainer_of(engine), _Delegate(), check_device(device)
+        self._pusher = Pusher(self._trainer, self._planner, pause=pause, mode="merged", healing=_HEALING)
+
+    def load(
+        self, folder: Path, *, base: str | Path | None, name: str, trained_on: Mapping[str, Mapping[str, str]]
+    ) -> SyncReport:
+        """Load an adapter in the place of the one before; raises what `serve.load_adapter` does.
+
+        Args:
+            folder, base, name: as there.
+            trained_on: as of `LoadPlanner`.
+        """
+        self._planner.inner = LoadPlanner(
+            self._trainer, folder, base, name, self._device, stages=True, trained_on=trained_on
+        )
+        return drive(self._pusher._push(None, False))
+
+    def state(self) -> State:
+        """Return what the engine holds now; raise `PushRefused` if it does not answer, or sleeps."""
+        (workers,) = drive(hello(self._trainer))
+        if any(worker.asleep for worker in workers):
+            raise PushRefused("the engine sleeps, and a load would wake it: wake it up first")
+        return Replica(0, None, workers).state
+
+    def close(self) -> None:
+        """Free buffers."""
+        self._pusher.close()
 
 
 async def load(

@@ -179,10 +179,11 @@ class Control:
         counts = list[list[int]]()
         for _ in range(3):
             counts.append([answer["steps"] for answer in await self.rpc("steps")])
-            await self._rest()
+            await self.rest()
         return any(count != counts[0] for count in counts)
 
-    async def _rest(self) -> None:
+    async def rest(self) -> None:
+        """Wait for `LOOK_S` before the next look at what an engine does."""
         await asyncio.sleep(LOOK_S) if self.suspends else time.sleep(LOOK_S)
 
     async def pause(self, mode: str) -> None:

@@ -64,6 +64,8 @@ class Payload:
         writes: whether `transfer_op` may change the engine.
         merges: whether workers merge what they received, when all workers of the engine have it.
         announced: whether every engine gets a message before the transfer. Else nobody waits for one.
+        staged: whether `transfer_op` only begins a transfer, which goes on beside the engine's work. The engine is
+            paused when it has ended.
         separate: whether workers take more by themselves than it costs to send each of them what all take.
         transport: name of what it takes beside the channels' transports, for reports.
     """
@@ -71,6 +73,7 @@ class Payload:
     writes = True
     merges = False
     announced = True
+    staged = False
     separate = False
     transport = ""
 

@@ -181,14 +181,19 @@ class SidePayload(BucketPayload):
 
 
 class UpdatePayload(SidePayload):
-    """What training has changed since the base that an engine holds."""
+    """What training has changed since the base that an engine holds.
+
+    Attributes:
+        staged: as of `Payload`; may be set.
+    """
 
     writes = False  # before `merge`
     merges = True
     _served: Mapping[WorkerId, int] | None = None
 
     def transfer_op(self, terms: Terms, route: Route, comes: WireSpecs | None) -> WorkerOp | None:
-        return WorkerOp("receive_update", {"digest": self.digest, "scalings": self.scalings, "comes": comes})
+        op = "stage_update" if self.staged else "receive_update"
+        return WorkerOp(op, {"digest": self.digest, "scalings": self.scalings, "comes": comes})
 
     def serves(self, served: Mapping[WorkerId, int] | None) -> bool:
         return self._factors is not None and served == self._served

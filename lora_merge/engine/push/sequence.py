@@ -22,7 +22,7 @@ from .planner import Transfer
 from .replica import Replica
 
 PAUSES = ("keep", "wait", "abort")
-_ANY_TIME = frozenset({"note_pause", "renew_lease", "abort", "received_checksums"})
+_ANY_TIME = frozenset({"note_pause", "renew_lease", "abort", "received_checksums", "stage_update", "staged"})
 """Operations that may run while the engine generates: before its pause, or when nothing more will come."""
 
 
@@ -171,17 +171,32 @@ class EngineSequence:
         if commits:
             _committed(replica, one, returned[len(calls)])
 
-    async def finish(self, replica: Replica, one: Transfer, *, name: str, ends: bool) -> None:
+    async def stage(self, replica: Replica, call: Call) -> None:
+        """Have workers receive an update while the engine goes on generating, and wait until they have it. The queued
+        calls, the pause among them, stay queued."""
+        await replica.handle.rpc(*call.arguments, **call.options)
+        asked = self.make_call("staged")
+        while not all(answer["staged"] for answer in await replica.handle.rpc(*asked.arguments, **asked.options)):
+            await replica.handle.rest()
+
+    async def finish(self, replica: Replica, one: Transfer, *, name: str, ends: bool, resets: bool = False) -> None:
         """End a transfer in a replica: workers merge the update that all of them have received, or record the new
         state, as the trainer has written all.
 
         Args:
             name, ends: as of `settle`.
+            resets: whether caches of the old weights have to be reset yet, as the update was staged.
         """
+        before = self._resets(replica) if resets and name else []
         calls = [self._commit(one)]
         if one.payload.merges:
             calls = [self.make_call("merge", state=one.state.to_json()), *(_names(name, one.state) if name else [])]
-        _committed(replica, one, (await self._made(replica, calls, one.payload.merges, ends))[0])
+        begins = one.payload.merges
+        returned = await self._made(replica, [*before, *calls], begins, ends)
+        if before and not returned[0]:
+            replica.begun = False  # nothing of the merge was done
+            _check_reset(replica, False)
+        _committed(replica, one, returned[len(before)])
 
     def _resets(self, replica: Replica) -> list[Call]:
         """Return the calls that reset an engine's caches of the old weights; the first returns True if it could."""

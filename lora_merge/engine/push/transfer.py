@@ -48,6 +48,7 @@ class TransferRun:
         self._terms = Terms(state, transfer.changed, run, verify)
         self._replicas = [replica for replica in transfer.replicas if not replica.error]
         self._committed: set[int] = set()
+        self._staged: set[int] = set()  # the engines that have all of it, and are not paused yet
         self._verified: Verified | None = None  # what `_finish` compares
 
     async def __call__(self, report: SyncReport) -> None:
@@ -79,8 +80,8 @@ class TransferRun:
             )
 
     async def _begin(self, replica: Replica, route: Route) -> None:
-        """Have workers begin. A pause that is due goes with this message."""
-        if self._payload.announced:
+        """Have workers begin. A pause that is due goes with this message; where the payload is staged, it stays due."""
+        if self._payload.announced and not self._payload.staged:
             op = self._payload.begin_op(self._terms, route)
             calls = [] if op is None else [self._sequence.make_call(op.op, **op.message)]
             await self._sequence.make(replica, calls, begins=op is not None)
@@ -100,6 +101,10 @@ class TransferRun:
         """
         op = self._payload.transfer_op(self._terms, route, self._trainer.wire_specs(replica, route))
         call = None if op is None else self._sequence.make_call(op.op, **op.message, **message)
+        if self._payload.staged and call is not None:
+            await self._sequence.stage(replica, call)
+            self._staged.add(replica.index)
+            return
         commits = whole and not self._payload.merges and not self._terms.verify  # what is compared is so before
         ends = commits and replica.index in self._through
         await self._sequence.settle(
@@ -112,7 +117,8 @@ class TransferRun:
         """Have workers merge or commit, as all of them have what has come."""
         if replica.index not in self._committed:
             ends = replica.index in self._through
-            await self._sequence.finish(replica, self._transfer, name=self._name, ends=ends)
+            resets = replica.index in self._staged
+            await self._sequence.finish(replica, self._transfer, name=self._name, ends=ends, resets=resets)
         if self._verified is not None:
             await self._check_arrived(replica, self._verified)
 

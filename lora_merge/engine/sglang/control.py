@@ -70,7 +70,7 @@ class SglangControl(Control):
             found = {rid for answer in answers for rid in answer["requests"]}
             begun = found if begun is None else begun & found
             if begun:
-                await self._rest()
+                await self.rest()
 
     async def sleep(self, level: int) -> None:
         await self.rpc("unmap_memory")

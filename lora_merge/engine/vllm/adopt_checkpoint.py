@@ -6,6 +6,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ...stream.buckets import metas
+from ...stream.samples import difference
 from ..state import OWN, WEIGHTS, State
 from ..worker import commands
 from ..worker.merger import Merger
@@ -47,6 +48,29 @@ def adopt_checkpoint(worker: Any, session: WorkerSession, digest: str, update: s
     if merger is not session.merger:
         session.adopt(merger)
     return {"lost": False}
+
+
+@OPERATIONS.register
+def compare_checkpoint(worker: Any, session: WorkerSession, samples: dict[str, dict[str, str]]) -> dict[str, Any]:
+    """Compare samples of a base with the engine's own checkpoint.
+
+    Args:
+        samples: as of `samples_of`.
+
+    Returns:
+        `differs`: in words, the first tensor of which the checkpoint holds something else; "" where it holds the same.
+    """
+    known = session.modules.kept(_compared)
+    key = repr(sorted(samples.items()))
+    if key not in known:
+        checkpoint = _checkpoint(worker, session)
+        known[key] = difference(samples, checkpoint.stored(samples.keys()))
+    return {"differs": known[key]}
+
+
+def _compared(*_: Any) -> dict[str, str]:
+    """Return what comparisons have found, by what was compared; the checkpoint of an engine stays what it was."""
+    return {}
 
 
 @OPERATIONS.register

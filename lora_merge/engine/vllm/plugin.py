@@ -50,6 +50,10 @@ def register() -> None:
 
         return lora_merge(self, request)
 
+    from .follow import install, switched_on
+
+    if url := switched_on():
+        install(url)
     if not registered():
         WorkerBase.__init__ = _watching(WorkerBase.__init__)
     WorkerBase.lora_merge = lora_merge

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from . import queries
 from .operations import Operations
 from .rpc import Worker
 from .session import IncomingPush, WorkerSession
+from .staging import Staging
 
 OPERATIONS = Operations(queries.OPERATIONS)
 """Those of every engine."""
@@ -150,6 +151,48 @@ def receive_update(
         scalings: of each adapter of each delta.
         comes: `Route.wire_spec` of each worker, by rank; None if every worker gets all buckets.
     """
+    session.update = incoming_update(worker, session, digest, scalings, verify, comes)()
+
+
+@OPERATIONS.register
+def stage_update(
+    worker: Worker,
+    session: WorkerSession,
+    digest: str,
+    scalings: list[list[float]],
+    verify: bool,
+    comes: Mapping[str, Mapping[str, Sequence[int]]] | None = None,
+) -> None:
+    """Begin to receive an update in a thread, while the engine goes on generating.
+
+    Args:
+        digest, scalings, comes: as for `receive_update`.
+    """
+    session.end_staging()
+    session.staging = Staging(session.device, incoming_update(worker, session, digest, scalings, verify, comes))
+
+
+@OPERATIONS.register
+def staged(worker: Worker, session: WorkerSession) -> dict[str, Any]:
+    """Return whether the update that is being staged is all here, as `staged`; `merge` may then follow. Raise what its
+    thread has raised."""
+    if session.staging is None:
+        raise RuntimeError("no update is being staged; push again")
+    update = session.staging.result()
+    if update is not None:
+        session.staging, session.update = None, update
+    return {"staged": update is not None}
+
+
+def incoming_update(
+    worker: Worker,
+    session: WorkerSession,
+    digest: str,
+    scalings: list[list[float]],
+    verify: bool,
+    comes: Mapping[str, Mapping[str, Sequence[int]]] | None,
+) -> Callable[[], ReceivedUpdate]:
+    """Return what receives an update, after a check that it can be merged."""
     if not session.ready(digest):
         raise RuntimeError("this worker does not hold the base that the update belongs to (any more); push again")
     update = ReceivedUpdate(session.updates[digest], scalings)
@@ -163,8 +206,11 @@ def receive_update(
             # A trainer in this process may be on another device.
             update.data[received.index] = received.data[: extent(slots)].to(session.device, copy=True)
 
-    session.receive(update.spec.table, keep, verify, sent=spec["sent"], apart=spec["apart"])
-    session.update = update
+    def receive() -> ReceivedUpdate:
+        session.receive(update.spec.table, keep, verify, sent=spec["sent"], apart=spec["apart"])
+        return update
+
+    return receive
 
 
 @OPERATIONS.register

@@ -46,6 +46,7 @@ from .lease import Lease
 from .loader import DryRunReport, Loader
 from .merger import Merger
 from .pull import PullTarget
+from .staging import Staging
 
 _ATTRIBUTE = "_lora_merge"
 """Attribute of an engine's model that has its session."""
@@ -98,6 +99,7 @@ class WorkerSession:
         merger: merges updates onto the base that was brought last; None if none can be merged.
         updates: specs of updates, by digest, the newest last.
         update: an update that was received and not merged yet.
+        staging: an update that comes while the engine generates.
         pull_lock: held while something reads from a trainer's memory, or unmaps it.
         pulls: the mapped memory of one trainer, by the digest under which it was offered; one entry at the most.
         pull_owner: name of that trainer.
@@ -122,6 +124,7 @@ class WorkerSession:
         self.merger: Merger | None = None
         self.updates: dict[str, UpdateSpec] = {}
         self.update: ReceivedUpdate | None = None
+        self.staging: Staging | None = None
         self.pulls: dict[str, PullTarget] = {}
         self.pull_lock = threading.RLock()
         self.pull_owner = ""
@@ -267,10 +270,17 @@ class WorkerSession:
 
     def disconnect(self) -> None:
         """Unmap the trainer's memory, and drop plans that read it."""
+        self.end_staging()
         self.loader.drop_plans()
         if self.receiver is not None:
             self.receiver.close()
             self.receiver = None
+
+    def end_staging(self) -> None:
+        """End what stages an update, and forget the update. (`leave` does not end a transfer that still comes.)"""
+        staging, self.staging = self.staging, None
+        if staging is not None:
+            staging.end(leave=(lambda: None) if self.receiver is None else self.receiver.leave)
 
     @contextmanager
     def transfer(self, sessions: Sequence[str]) -> Iterator[None]:

@@ -73,7 +73,7 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
         from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
     folder = Path(folder)
     said = _config_of(folder)
-    _check_kind(folder, said)
+    check_kind(folder, said)
     file = file_of(folder)
     if file is None:
         raise InvalidInput(f"{folder} holds no {TENSORS}, which the adapter's tensors are in; save or fetch it again")
@@ -272,7 +272,7 @@ def _check_known(folder: Path, said: Mapping[str, Any], config: Any) -> None:
         )
 
 
-def _check_kind(folder: Path, said: Mapping[str, Any]) -> None:
+def check_kind(folder: object, said: Mapping[str, Any]) -> None:
     """Refuse, by what its configuration says, what no weight of its base can express."""
     kind = str(said.get("peft_type"))
     if kind not in ADAPTER_TYPES:

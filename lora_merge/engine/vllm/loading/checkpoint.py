@@ -72,14 +72,7 @@ class Checkpoint:
         """
         if not wanted:
             return {}
-        found: dict[str, Tensor] = {}
-        loader = self._loader()
-        self.check_unchanged()
-        for name, tensor in loader.get_all_weights(self._config, self._model):
-            if name in wanted:
-                found[name] = tensor
-        self.check_unchanged(read_by(loader))
-        where = self._config.model
+        found, where = self.stored(wanted.keys()), self._config.model
         if lacking := sorted(wanted.keys() - found.keys()):
             raise RuntimeError(
                 f"{where} holds no {lacking[0]}{_more(lacking)}, which the engine was to read again: it has other "
@@ -92,6 +85,18 @@ class Checkpoint:
                     f"{name} is {list(meta.shape)} in the adapter's base and {list(found[name].shape)} in {where}"
                 )
         return {name: found[name].to(meta.dtype) for name, meta in wanted.items()}
+
+    def stored(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return those of some tensors that are there, as they are stored.
+
+        Raises:
+            RuntimeError: the engine was not loaded from a checkpoint, or that has changed since.
+        """
+        loader = self._loader()
+        self.check_unchanged()
+        found = {name: tensor for name, tensor in loader.get_all_weights(self._config, self._model) if name in names}
+        self.check_unchanged(read_by(loader))
+        return found
 
     def check_unchanged(self, read: Sources | None = None) -> Files:
         """Return the files that the engine's weights came from.

@@ -1,0 +1,195 @@
+"""`LORA_MERGE_FOLLOW=STORE`: an `AsyncLLM`, that of `vllm serve` too, follows a store by itself.
+
+A process beside it looks at the store (follower_process.py), and a thread here makes the calls that it asks for in the
+engine's event loop. Until the engine serves the newest version that there is, requests wait: an engine that comes late,
+or is started anew, answers nothing of its checkpoint. If the store has no version yet, the checkpoint is served until
+there is one.
+
+vLLM tells a plugin of no engine that is made, and lets it hold back no request, so `AsyncLLM.__init__`, `add_request`
+and `shutdown` are wrapped. Read in vLLM 0.26 and 0.32, run with 0.32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from operator import attrgetter
+from typing import Any
+
+from ...errors import InvalidInput
+
+VARIABLE = "LORA_MERGE_FOLLOW"
+_log = logging.getLogger(__name__)
+_ATTRIBUTE = "_lora_merge_following"
+_PROCESS = "lora_merge.engine.vllm.follower_process"
+_ENDED = "the process that follows it has ended; start the engine anew"
+
+
+class Following:
+    """What one `AsyncLLM` has to follow a store.
+
+    Args:
+        engine: that.
+        url: of the store.
+    """
+
+    def __init__(self, engine: Any, url: str) -> None:
+        self._engine, self._url = engine, url
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._serves, self._tried = asyncio.Event(), asyncio.Event()
+        self._failed = ""
+
+    async def ready(self) -> None:
+        """Wait until the engine serves what it should; begin to follow at the first call.
+
+        Raises:
+            RuntimeError: it cannot be brought to that.
+        """
+        if self._loop is None:
+            self.begin()
+        if self._serves.is_set():
+            return
+        await self._tried.wait()
+        if not self._serves.is_set():
+            raise RuntimeError(f"this engine follows {self._url} and serves no version of it yet: {self._failed}")
+
+    def begin(self) -> None:
+        """Begin to follow, in the running event loop; raise `RuntimeError` if none runs."""
+        self._loop = asyncio.get_running_loop()
+        here, there = socket.socketpair()
+        name = f"{socket.gethostname()}-{os.getpid()}"
+        model = str(self._engine.vllm_config.model_config.model)
+        command = [sys.executable, "-m", _PROCESS, str(there.fileno()), self._url, model, name]
+        # It works on the CPU alone, and holds nothing of a GPU.
+        environment = {k: v for k, v in os.environ.items() if k != VARIABLE} | {"CUDA_VISIBLE_DEVICES": ""}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        with there:
+            self._process = subprocess.Popen(command, pass_fds=[there.fileno()], env=environment)
+        connection = Connection(here.detach())
+        threading.Thread(target=self._listen, args=(connection,), daemon=True, name="lora_merge_follow").start()
+
+    def end(self) -> None:
+        """End the process beside."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+
+    def _listen(self, connection: Connection) -> None:
+        """Make the calls that the process beside asks for, until it ends."""
+        assert self._loop is not None
+        try:
+            with connection:
+                while True:
+                    kind, *said = connection.recv()
+                    if kind == "call":
+                        connection.send(self._made(*said))
+                    elif kind == "tried":
+                        self._loop.call_soon_threadsafe(self._note, *said)
+                    else:
+                        _log.warning("%s", *said)
+        except (EOFError, OSError):
+            if self._process is not None:
+                _log.error("%s=%s: %s", VARIABLE, self._url, _ENDED)
+                with contextlib.suppress(RuntimeError):  # of an event loop that has ended, too
+                    self._loop.call_soon_threadsafe(self._note, _ENDED)
+
+    def _made(self, method: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
+        """Make a call in the engine's event loop; return whether it went well, and its value or its error in words. A
+        method whose name ends with "?" is not called where this release lacks it."""
+        assert self._loop is not None
+        try:
+            if method.endswith("?") and not hasattr(self._engine, method[:-1]):
+                return True, None
+            call = attrgetter(method.removesuffix("?"))(self._engine)(*args, **kwargs)
+            return True, asyncio.run_coroutine_threadsafe(call, self._loop).result()
+        except Exception as error:
+            return False, f"{type(error).__name__}: {error}"
+
+    def _note(self, error: str | None) -> None:
+        """Let requests go on, or fail those that wait."""
+        self._failed = error or ""
+        if error is None:
+            self._serves.set()
+        self._tried.set()
+
+
+def install(url: str) -> None:
+    """Have every `AsyncLLM` of this process follow a store; harmless when called twice."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    if getattr(AsyncLLM, _ATTRIBUTE, None) is not None:
+        return
+    setattr(AsyncLLM, _ATTRIBUTE, url)
+    AsyncLLM.__init__ = _following(AsyncLLM.__init__)
+    AsyncLLM.add_request = _waiting(AsyncLLM.add_request)
+    AsyncLLM.shutdown = _ending(AsyncLLM.shutdown)
+    LLMEngine.__init__ = _warning(LLMEngine.__init__)
+
+
+def switched_on() -> str:
+    """Return the store that the environment names; "" for none."""
+    return os.environ.get("LORA_MERGE_FOLLOW", "")
+
+
+def _following(make: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(make)
+    def __init__(engine: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("client_count", 1) > 1:
+            raise InvalidInput(
+                f"{VARIABLE} needs one API server for an engine, got --api-server-count {kwargs['client_count']}: "
+                "leave it out, or run lora-merge follow beside the server"
+            )
+        make(engine, *args, **kwargs)
+        following = Following(engine, getattr(type(engine), _ATTRIBUTE))
+        engine.__dict__[_ATTRIBUTE] = following
+        with contextlib.suppress(RuntimeError):  # no event loop runs yet: the first request begins it
+            following.begin()
+
+    return __init__
+
+
+def _waiting(add: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(add)
+    async def add_request(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        await engine.__dict__[_ATTRIBUTE].ready()
+        return await add(engine, *args, **kwargs)
+
+    return add_request
+
+
+def _ending(end: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(end)
+    def shutdown(engine: Any, *args: Any, **kwargs: Any) -> None:
+        following = engine.__dict__.get(_ATTRIBUTE)
+        if following is not None:
+            following.end()
+        end(engine, *args, **kwargs)
+
+    return shutdown
+
+
+def _warning(make: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(make)
+    def __init__(engine: Any, *args: Any, **kwargs: Any) -> None:
+        warnings.warn(
+            f"{VARIABLE} does nothing for an LLM, which runs only when its owner steps it: use "
+            "lora_merge.Follower(llm, url).step() between two calls",
+            stacklevel=2,
+        )
+        make(engine, *args, **kwargs)
+
+    return __init__

@@ -1,0 +1,89 @@
+"""The process beside an `AsyncLLM` in which its follower works: reading adapters takes a second of Python, for which
+the process that answers requests must not wait.
+
+The two have a connection. This one sends `("call", method, args, kwargs)` and gets `(True, value)` or `(False, error)`;
+it sends `("tried", error)` after each look at the store (None: all is well) and `("told", line)`, which nobody answers.
+It ends when the other one has gone.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from ...publish.follower import Follower
+from .control import AsyncControl
+
+
+class PipeControl(AsyncControl):
+    """An `AsyncLLM` in another process, which makes the calls that come through a connection.
+
+    Attributes:
+        over: whether no call is made any more.
+    """
+
+    suspends = False
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self._connection, self._lock, self.over = connection, threading.Lock(), False
+
+    def config(self) -> Any:
+        return None
+
+    def say(self, *message: Any) -> None:
+        """Send what nobody answers."""
+        with self._lock:
+            self._connection.send(message)
+
+    async def label(self, version: str) -> None:
+        await self._call("update_weight_version?", version)  # 0.26 has none
+
+    def _reaches_core(self) -> bool:
+        return True
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if self.over:
+            raise EOFError("the engine ends")
+        with self._lock:
+            self._connection.send(("call", method, args, kwargs))
+            well, value = self._connection.recv()
+        if not well:
+            raise RuntimeError(value)
+        return value
+
+
+def main(descriptor: int, url: str, base: str, name: str) -> None:
+    """Follow a store until the other end of the connection is closed, or the other process ends this one.
+
+    Args:
+        descriptor: of the connection.
+        url, base, name: as for `Follower`.
+    """
+    control = PipeControl(Connection(descriptor))
+
+    def end(*_: Any) -> None:
+        control.over = True
+        sys.exit()
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which ends this process
+    try:
+        follower = Follower(control, url, base=base, name=name, told=lambda line: control.say("told", line))
+    except Exception as error:
+        control.say("tried", f"{type(error).__name__}: {error}")
+        return
+
+    def tried(well: bool) -> None:
+        control.say("tried", None if well else follower.error)
+
+    with suppress(OSError, EOFError):  # the engine has gone
+        follower.run(tried=tried)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])

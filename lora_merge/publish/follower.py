@@ -1,0 +1,289 @@
+"""Brings an engine to the newest version of a store, and keeps it there."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from ..engine.load_adapter import AdapterLoader
+from ..engine.push.replica import SyncReport
+from ..engine.state import State
+from ..errors import InvalidInput, LoraMergeError, PushRefused, UnsupportedAdapter
+from .manifest import Manifest
+from .store import Store, now
+
+INTERVAL_S = 1.0
+"""Seconds between two looks at a store."""
+_CHECK_S = 5.0
+"""Seconds between two looks at an engine that serves the newest version: it may have been started anew."""
+_TELL_S = 10.0
+"""Seconds between two signs of life in the store."""
+_LONGEST_S = 30.0
+"""Seconds between two tries, where several have failed."""
+_AGAIN_S = 60.0
+"""Seconds after which a version that could not be read is read again: a base that was missing may have come."""
+_FORGET_S = 86400.0
+"""Seconds after which the last words of an engine that has gone are removed from the store."""
+
+
+class Follower:
+    """Brings an engine to the newest version of a store.
+
+        follower = lora_merge.Follower("http://localhost:8000", "file:///shared/run7")
+        follower.run()                    # as `lora-merge follow` does; or `step()` where you like
+
+    The engine receives a version while it generates, and is paused only to merge it. What cannot be trusted (torn,
+    somebody else's, wrongly signed) is passed over, and said.
+
+    Args:
+        engine: as for `serve.load_adapter`; one engine. An `AsyncLLM` follows by itself, with `LORA_MERGE_FOLLOW`.
+        url: of the store, as for `Publisher`.
+        base: folder or hub name of the model that the engine serves, of which the configuration is read here; default:
+            the one that each version names.
+        key: as for `Publisher`; with one, versions have to be signed.
+        pause: as for `serve.load_adapter`.
+        name: of the engine, in what is written to the store; default: host and port of its URL, or host and process.
+        told: called with a line for each change; default: nobody is told.
+
+    Raises:
+        InvalidInput: an argument does not fit.
+        MissingExtra: as for `Publisher`.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        url: str | os.PathLike[str],
+        *,
+        base: str | Path | None = None,
+        key: str | bytes | None = None,
+        pause: str = "keep",
+        name: str | None = None,
+        told: Callable[[str], None] | None = None,
+    ) -> None:
+        if isinstance(engine, list | tuple):
+            raise InvalidInput("a Follower has one engine: make one for each")
+        self._store, self._loader = Store(url, key), AdapterLoader(engine, pause=pause)
+        self._base, self._told = base, told or (lambda line: None)
+        self._name, self._pause = name or _name_of(engine), pause
+        self._cache = tempfile.TemporaryDirectory(prefix="lora_merge-")
+        self._held: State | None = None
+        self._seen: list[int] = []
+        self._checked = self._spoken = 0.0
+        self._refused: dict[str, tuple[float, str]] = {}  # of versions that cannot be read, by name: when, and why
+        self._notes: dict[int, str] = {}  # why versions are passed over, by number
+        self._said: dict[str, Any] = {"engine": self._name, "serves": "", "version": None, "since": now(), "error": ""}
+        self._silent = False  # whether the store takes no words of ours
+
+    def step(self) -> SyncReport | None:
+        """Bring the engine to the newest version, if it does not serve that.
+
+        Returns:
+            what was done; None where there was nothing to do.
+
+        Raises:
+            PushRefused: the engine does not answer, or does not take the version, or there are versions, and none can
+                be served; the engine is as before.
+            PushFailed: as for `serve.load_adapter`.
+            OSError, and what else the store's library raises: the store cannot be read.
+        """
+        numbers = self._store.numbers()
+        due = self._held is None or time.monotonic() - self._checked > _CHECK_S
+        if not due and numbers == self._seen:
+            return None
+        self._held, self._seen = None, []  # unless all goes well
+        held = self._loader.state()
+        report, serves = None, None
+        for manifest in self._newest():
+            if (held.kind, held.adapter) != ("merged", manifest.name):
+                try:
+                    report = self._load(manifest)
+                except (InvalidInput, UnsupportedAdapter) as error:
+                    self._refused[manifest.name] = time.monotonic(), str(error)
+                    self._pass_over(manifest.version, str(error))
+                    continue
+                held = self._loader.state()
+            serves = manifest
+            break
+        if serves is None and self._notes:
+            raise PushRefused(f"none of the versions of {self._store.url} can be served: {_first(self._notes)}")
+        self._serving(serves, held, report)
+        self._held, self._seen, self._checked = held, numbers, time.monotonic()
+        return report
+
+    def run(
+        self,
+        stop: threading.Event | None = None,
+        *,
+        interval: float = INTERVAL_S,
+        tried: Callable[[bool], None] = lambda well: None,
+    ) -> None:
+        """Follow until `stop` is set. Errors are told, and tried again.
+
+        Args:
+            interval: seconds between two looks at the store.
+            tried: called after each step with whether it went well.
+        """
+        stop, failed = stop or threading.Event(), 0
+        self._forget_others()
+        try:
+            while not stop.is_set():
+                well = self.try_step()
+                tried(well)
+                failed = 0 if well else failed + 1
+                stop.wait(min(interval * 2.0**failed, max(_LONGEST_S, interval)) if failed else interval)
+        finally:
+            self._tell(None)
+            self.close()
+
+    def try_step(self) -> bool:
+        """Make a step; tell an error, and return False, where it fails."""
+        try:
+            self.step()
+        except Exception as error:  # a store's library has errors of its own
+            text = str(error) if isinstance(error, LoraMergeError) else f"{type(error).__name__}: {error}"
+            if text != self._said["error"]:
+                self._told(f"{self._name}: {text}")
+            self._speak(error=text)
+            return False
+        self._speak(error="; ".join(self._notes.values()))
+        return True
+
+    def close(self) -> None:
+        """Free buffers, and remove what was copied from the store."""
+        with suppress(Exception):  # an engine that is gone holds nothing
+            self._loader.close()
+        self._cache.cleanup()
+
+    @property
+    def serves(self) -> str:
+        """What the engine serves: the name of a version, or what else it holds; "" before the first step."""
+        return str(self._said["serves"])
+
+    @property
+    def error(self) -> str:
+        """What is wrong at the moment; "" for nothing."""
+        return str(self._said["error"])
+
+    def _newest(self) -> Iterator[Manifest]:
+        """Yield the versions that may be served, the newest first."""
+        self._notes = {}
+        for version in self._store.newest():
+            try:
+                manifest = self._store.manifest(version)
+            except InvalidInput as error:
+                self._pass_over(version, str(error))
+                continue
+            at, why = self._refused.get(manifest.name, (0.0, ""))
+            if why and time.monotonic() - at < _AGAIN_S:
+                self._pass_over(version, why)
+                continue
+            yield manifest
+
+    def _load(self, manifest: Manifest) -> SyncReport:
+        folder = self._store.fetch(manifest, Path(self._cache.name))
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                report = self._loader.load(
+                    folder, base=self._base, name=manifest.name, trained_on=manifest.base.samples
+                )
+        finally:
+            for file in folder.iterdir():
+                file.unlink()
+            folder.rmdir()
+        for text in dict.fromkeys(str(warning.message) for warning in caught if warning.category is UserWarning):
+            self._told(f"{self._name}: note: {text}")
+        return report
+
+    def _serving(self, manifest: Manifest | None, held: State, report: SyncReport | None) -> None:
+        """Note, and tell, what the engine serves now."""
+        serves = held.adapter or str(held)
+        changed = serves != self._said["serves"]
+        self._said |= {"serves": serves, "version": None if manifest is None else manifest.version}
+        if changed:
+            self._said["since"] = now()
+            self._spoken = 0.0
+        if report is not None and manifest is not None:
+            stood = waited(report, self._pause)
+            self._said |= {"nbytes": manifest.nbytes, "waited": stood}
+            staged = sum(report.seconds.values())
+            self._told(
+                f"{self._name} serves {manifest.name}: {manifest.nbytes / 1e6:.1f} MB, {staged:.2f} s, "
+                f"{stood:.3f} of which requests waited"
+            )
+
+    def _pass_over(self, version: int, why: str) -> None:
+        if why != self._notes.get(version) and why not in self._said["error"]:
+            self._told(f"{self._name} passes over version {version}: {why}")
+        self._notes[version] = why
+
+    def _speak(self, error: str) -> None:
+        """Say in the store what the engine serves: when that changes, and now and then."""
+        if error != self._said["error"]:
+            self._said["error"], self._spoken = error, 0.0
+        if time.monotonic() - self._spoken > _TELL_S:
+            self._tell(self._said | {"at": now()})
+            self._spoken = time.monotonic()
+
+    def _tell(self, said: dict[str, Any] | None) -> None:
+        try:
+            self._store.tell(self._name, said)
+        except Exception as error:  # it may be read-only here, and goes on being followed
+            if not self._silent:
+                self._told(f"{self._name}: lora-merge status will not show this engine, as {error}")
+            self._silent = True
+
+    def _forget_others(self) -> None:
+        """Remove the last words of engines that have been silent for a day."""
+        with suppress(Exception):
+            for name, said in self._store.engines().items():
+                if silent_for(said) > _FORGET_S:
+                    self._store.tell(name, None)
+
+
+def _first(notes: dict[int, str]) -> str:
+    return notes[max(notes)] + (f" (and {len(notes) - 1} more)" if len(notes) > 1 else "")
+
+
+def waited(report: SyncReport, pause: str = "keep") -> float:
+    """Return the seconds in which an engine stood still for a version. Where requests are waited for, or ended, that
+    comes before it receives the version."""
+    phases = ("pause", "finish", "resume") if pause == "keep" else ("pause", "transfer", "finish", "resume")
+    return sum(report.seconds.get(phase, 0.0) for phase in phases)
+
+
+def _name_of(engine: Any) -> str:
+    """Return a name that no other engine's follower has: host and port, or host and process."""
+    if not isinstance(engine, str):
+        return f"{socket.gethostname()}-{os.getpid()}"
+    url = urlsplit(engine if "://" in engine else f"http://{engine}")
+    host = url.hostname or ""
+    local = host in ("localhost", "::1", "0.0.0.0") or host.startswith("127.")
+    return f"{socket.gethostname() if local else host}-{url.port or url.scheme}"
+
+
+def silent_for(said: dict[str, Any]) -> float:
+    """Return the seconds since a follower has said this."""
+    try:
+        at = datetime.fromisoformat(str(said.get("at", "")).replace("Z", "+00:00"))
+    except ValueError:
+        return float("inf")
+    return max((datetime.now(UTC) - at).total_seconds(), 0.0)
+
+
+def to_stderr(line: str) -> None:
+    """Tell a line on standard error."""
+    sys.stderr.write(f"lora-merge: {line}\n")
+    sys.stderr.flush()

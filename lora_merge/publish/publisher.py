@@ -1,0 +1,245 @@
+"""Publishes the adapter of a model that is being trained, for engines that nobody holds a handle of."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import InvalidInput, PushRefused
+from ..models.peft.files import CONFIG, TENSORS
+from ..shards.ranks import Ranks
+from ..stream.samples import sampled_names, samples_of
+from ..stream.weights import MergedWeights
+from .contents import Contents, TensorFile
+from .manifest import Base, Manifest, entry_of
+from .store import Store, now
+
+KEEP = 8
+"""Versions that stay by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A version that was published.
+
+    Args:
+        version: its number.
+        name: under which engines serve it: what their states and answers say.
+        nbytes: of its files.
+        seconds: that publishing took.
+    """
+
+    version: int
+    name: str
+    nbytes: int
+    seconds: float
+
+
+class Publisher:
+    """Publishes the adapter of a model as versions in a store, from which engines take them by themselves.
+
+        publisher = lora_merge.Publisher(model, "file:///shared/run7")
+        publisher.publish()
+        # elsewhere: lora-merge follow http://localhost:8000 file:///shared/run7
+
+    A version is a folder that PEFT and vLLM read, too. Each rank of a sharded model writes what it owns of it, where
+    the store is a file system; into an object store the first one does. Every call is collective over all ranks.
+
+    Args:
+        model: a `PeftModel`, plain, under FSDP2, FSDP1 or ZeRO-3, with one active adapter.
+        url: a path, or a URL of fsspec's: file://, s3://, gs://, ...
+        keep: how many versions stay; pinned ones do besides.
+        key: signs each version (HMAC-SHA256), for followers that have the same one; default: `LORA_MERGE_STORE_KEY` of
+            the environment, or no signature.
+
+    Raises:
+        InvalidInput: an argument does not fit.
+        MissingExtra: peft, fsspec, or what it needs for this URL is not installed.
+    """
+
+    def __init__(
+        self, model: nn.Module, url: str | os.PathLike[str], *, keep: int = KEEP, key: str | bytes | None = None
+    ) -> None:
+        if keep < 1:
+            raise InvalidInput(f"keep must be at least 1, got {keep}")
+        self._model, self._keep = model, keep
+        self._contents, self._store = Contents(model), Store(url, key)
+        self._world = Ranks(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
+        self._me = token_hex(8)
+        self._last: int | None = None
+        self._samples: dict[str, dict[str, str]] | None = None
+
+    def publish(self, *, pin: bool = False) -> Published:
+        """Publish the adapter as it is now.
+
+        Args:
+            pin: keep this version whatever comes after it.
+
+        Returns:
+            which version it is.
+
+        Raises:
+            PushRefused: somebody else has published into the store since this publisher's last version.
+            InvalidInput: something is trained that PEFT's format does not hold; the store holds versions of another
+                base, or cannot be written to. No version is visible then.
+            UnsupportedAdapter, AlreadyMerged: as for `MergedWeights`.
+        """
+        begin = time.perf_counter()
+        with self._world.vote("publish"):
+            shards, ranks = self._contents.tensors()
+            config = self._contents.config()
+        done: Manifest | None = None
+        with self._world.vote(
+            "publish"
+        ):  # ranks that hold another copy of the model hear what became of the first one's
+            if _has_first(ranks):
+                done = self._write(shards, ranks, config, pin)
+        manifest = self._world.spread(done, 0)
+        self._last = manifest.version
+        return Published(manifest.version, manifest.name, manifest.nbytes, time.perf_counter() - begin)
+
+    def rollback(self, version: int) -> Published:
+        """Publish a kept version once more, as the newest one: engines then serve it, bit for bit. The model is not
+        changed.
+
+        Raises:
+            InvalidInput: there is no such version.
+            PushRefused: as of `publish`.
+        """
+        begin, manifest = time.perf_counter(), None
+        with self._world.vote("rollback"):
+            if self._world.rank == 0:
+                self._check_last()
+                manifest = rollback(self._store, version, self._me)
+        manifest = self._world.spread(manifest, 0)
+        self._last = manifest.version
+        return Published(manifest.version, manifest.name, manifest.nbytes, time.perf_counter() - begin)
+
+    def pin(self, version: int, pinned: bool = True) -> None:
+        """Keep a version whatever comes after it, or no longer."""
+        with self._world.vote("pin"):
+            if self._world.rank == 0:
+                self._store.pin(version, pinned)
+
+    def _write(self, shards: Any, ranks: Ranks, config: Any, pin: bool) -> Manifest | None:
+        """Write a version; collective over the ranks of the model. Returns its manifest on the first."""
+        samples = self._base_samples(ranks)
+        file = TensorFile(shards, ranks)
+        first, draft = ranks.rank == 0, None
+        manifest: Manifest | None = None
+        try:
+            with ranks.vote("publish"):
+                if first:
+                    base = Base(self._contents.base_name(), samples)
+                    version, parent = self._next(base)
+                    draft = self._store.draft(version)
+                    config.save_pretrained(str(draft))
+                    file.begin(draft)
+            if self._store.folder is None:
+                file.write_all(draft)
+            else:
+                folder = ranks.spread(draft, 0)
+                with ranks.vote("publish"):
+                    file.write_own(folder)
+            with ranks.vote("publish"):
+                if first:
+                    assert draft is not None
+                    files = {name: entry_of(draft / name) for name in (CONFIG, TENSORS)}
+                    made = Manifest(self._store.run, version, parent, self._me, now(), base, files)
+                    manifest = made.signed(self._store.key)
+                    self._store.commit(draft, manifest)
+                    if pin:
+                        self._store.pin(version)
+                    self._store.retain(self._keep)
+        finally:
+            if draft is not None:
+                shutil.rmtree(draft, ignore_errors=True)  # where it has become no version
+        return manifest
+
+    def _base_samples(self, ranks: Ranks) -> dict[str, dict[str, str]]:
+        """Return samples of the base's tensors that the adapter changes; taken once, as a pass over the base."""
+        if ranks.any(self._samples is None):
+            adapted = MergedWeights(self._model)
+            adapted.as_it_lies = False  # of a model that is trained on merged weights: with what adapters add to which
+            writer = adapted.bucket_writer()
+            parts = writer.source.parts
+            changed = [n for n, e in writer.entries.items() if any(parts[s].delta is not None for s in e.sources)]
+            self._samples = samples_of(MergedWeights(self._model, adapters=False), sampled_names(changed))
+        assert self._samples is not None
+        return self._samples
+
+    def _next(self, base: Base) -> tuple[int, int | None]:
+        """Return the number of the next version, and its parent."""
+        newest = self._check_last()
+        if newest is not None and newest.base.fingerprint != base.fingerprint:
+            raise InvalidInput(
+                f"{self._store.url} holds versions that were trained on another base ({newest.base.name}, fingerprint "
+                f"{newest.base.fingerprint}) than this model's ({base.name}, {base.fingerprint}), or adapt other "
+                "modules: publish into a store of its own"
+            )
+        return _free_number(self._store), None if newest is None else newest.version
+
+    def _check_last(self) -> Manifest | None:
+        """Return the newest version's manifest; raise `PushRefused` unless it is this publisher's last one."""
+        newest = newest_of(self._store)
+        if self._last is not None and (newest is None or newest.version != self._last):
+            what = "that is gone" if newest is None else f"{newest.name} is there, published {newest.created}"
+            raise PushRefused(
+                f"the last version that was published from here into {self._store.url} was {self._last}, and {what}: "
+                "another trainer or a rollback. Make a new Publisher to go on from what is there"
+            )
+        return newest
+
+
+def newest_of(store: Store) -> Manifest | None:
+    """Return the manifest of the newest version that is one; None where there is none."""
+    for version in store.newest():
+        try:
+            return store.manifest(version)
+        except InvalidInput:
+            continue
+    return None
+
+
+def rollback(store: Store, version: int, publisher: str = "") -> Manifest:
+    """Publish a kept version once more, as the newest; see `Publisher.rollback`."""
+    old, newest = store.manifest(version), newest_of(store)
+    number = _free_number(store)
+    made = Manifest(
+        run=store.run,
+        version=number,
+        parent=None if newest is None else newest.version,
+        publisher=publisher or token_hex(8),
+        created=now(),
+        base=old.base,
+        files=old.files,
+        copy_of=version,
+    ).signed(store.key)
+    draft: Path = store.draft(number)
+    try:
+        store.copy(version, draft, old)
+        store.commit(draft, made)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return made
+
+
+def _free_number(store: Store) -> int:
+    return max(store.numbers(), default=0) + 1
+
+
+def _has_first(ranks: Ranks) -> bool:
+    """Return True if the first rank of all is among those that hold a model together with this one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return True
+    if ranks.group is None:
+        return dist.get_rank() == 0
+    return 0 in dist.get_process_group_ranks(ranks.group)

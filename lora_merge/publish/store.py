@@ -1,0 +1,272 @@
+"""A store of versions: a folder, or a bucket of an object store, behind fsspec.
+
+    STORE/versions/00000017/manifest.json, adapter_config.json, adapter_model.safetensors
+    STORE/pins/00000012          versions that are kept whatever comes after them
+    STORE/engines/NAME.json      what the follower of an engine says of it
+
+In a folder a version is written under another name and becomes visible by one rename. Object stores have no rename:
+there a version's number is claimed by a conditional put (`claim`), and it becomes visible with its manifest, the last
+file that is put. Two publishers never write the same version: the second one's rename, or its claim, fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+from ..errors import InvalidInput, PushRefused
+from ..extras import needed
+from .keys import key_of
+from .manifest import MANIFEST, Manifest, check_file
+
+_DIGITS = 8
+_VERSION = re.compile(rf"\d{{{_DIGITS},}}")
+_CLAIM, _DRAFT = "claim", ".draft-"
+_NAME = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+class Store:
+    """Versions at a URL, newest last.
+
+    Args:
+        url: a path, or any URL of fsspec's: file://, s3://, gs://, memory://, ...
+        key: with which manifests are signed and have to be; as of `key_of`.
+
+    Attributes:
+        run: name of the store: the last part of its URL.
+        folder: where it is in this machine's file system; None for object stores.
+
+    Raises:
+        InvalidInput: no such kind of URL.
+        MissingExtra: fsspec, or what it needs for this URL, is not installed.
+    """
+
+    def __init__(self, url: str | os.PathLike[str], key: str | bytes | None = None) -> None:
+        self.url, self.key = os.fspath(url), key_of(key)
+        with needed("a store of versions needs fsspec", "'lora-merge[publish]'", "fsspec"):
+            import fsspec
+            from fsspec.implementations.local import LocalFileSystem
+        try:
+            self.fs, root = fsspec.core.url_to_fs(self.url)
+        except ValueError as error:
+            raise InvalidInput(f"{self.url} is no URL of a store: {error}") from error
+        except ImportError as error:
+            with needed(f"{self.url} needs a package of fsspec's ({error})", "'lora-merge[s3]', or that one", ""):
+                raise ModuleNotFoundError(str(error), name="") from error
+        self.folder = Path(root) if isinstance(self.fs, LocalFileSystem) else None
+        self.root = root.rstrip("/")
+        self.run = _NAME.sub("-", self.root.rpartition("/")[2]) or "store"
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of all versions that are there or were begun, in order."""
+        names = self._names("versions")
+        return sorted(int(name) for name in names if _VERSION.fullmatch(name))
+
+    def newest(self) -> Iterator[int]:
+        """Yield the versions that are visible, the newest first."""
+        for number in reversed(self.numbers()):
+            if self.folder is not None or self.fs.exists(self._path(number, MANIFEST)):
+                yield number
+
+    def manifest(self, version: int) -> Manifest:
+        """Return the manifest of a version.
+
+        Raises:
+            InvalidInput: there is no such version, or it is torn or somebody else's; as of `Manifest.read`.
+        """
+        try:
+            data = self.fs.cat_file(self._path(version, MANIFEST))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise InvalidInput(
+                f"{self.where(version)} has no {MANIFEST}: it was removed, or it is torn or somebody else's"
+            ) from error
+        return Manifest.read(data, self.where(version), version, self.key)
+
+    def fetch(self, manifest: Manifest, into: Path) -> Path:
+        """Copy the files of a version into a new folder, checked, and return it.
+
+        Args:
+            into: a folder on this machine, in which the new one is made.
+
+        Raises:
+            InvalidInput: a file is missing, or is not what the manifest says.
+        """
+        folder = into / manifest.name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for name, entry in manifest.files.items():
+            try:
+                self.fs.get_file(self._path(manifest.version, name), str(folder / name))
+            except FileNotFoundError as error:
+                raise InvalidInput(f"{self.where(manifest.version)} lacks {name}: torn, or just removed") from error
+            check_file(folder / name, entry, self.where(manifest.version))
+        return folder
+
+    def where(self, version: int) -> str:
+        """Return a version in words, for errors."""
+        return f"version {version} of {self.url}"
+
+    def pinned(self) -> set[int]:
+        """Return the versions that are kept whatever comes after them."""
+        return {int(name) for name in self._names("pins") if _VERSION.fullmatch(name)}
+
+    def engines(self) -> dict[str, dict[str, Any]]:
+        """Return what followers say of their engines, by name."""
+        found: dict[str, dict[str, Any]] = {}
+        for name in self._names("engines"):
+            with suppress(FileNotFoundError, ValueError):
+                said = json.loads(self.fs.cat_file(f"{self.root}/engines/{name}"))
+                if name.endswith(".json") and isinstance(said, dict):
+                    found[name.removesuffix(".json")] = said
+        return found
+
+    # ---- writing -----------------------------------------------------------------------------------------------------
+
+    def draft(self, version: int) -> Path:
+        """Return a new empty folder in which a version is written: in the store itself, if that is a folder."""
+        if self.folder is None:
+            return Path(tempfile.mkdtemp(prefix="lora_merge-"))
+        draft = self.folder / "versions" / f"{_DRAFT}{version}-{token_hex(4)}"
+        draft.mkdir(parents=True)
+        return draft
+
+    def commit(self, draft: Path, manifest: Manifest) -> None:
+        """Make what lies in a draft visible as a version.
+
+        Raises:
+            PushRefused: somebody else has published this version.
+        """
+        (draft / MANIFEST).write_bytes(manifest.to_bytes())
+        if self.folder is not None:
+            self._rename(draft, manifest)
+        else:
+            self._put(draft, manifest)
+
+    def copy(self, version: int, draft: Path, manifest: Manifest) -> None:
+        """Copy a version's files into a draft, checked."""
+        folder = self.fetch(manifest, draft)
+        for name in manifest.files:
+            (folder / name).rename(draft / name)
+        folder.rmdir()
+
+    def pin(self, version: int, pinned: bool = True) -> None:
+        """Keep a version whatever comes after it, or no longer."""
+        path = f"{self.root}/pins/{version:0{_DIGITS}d}"
+        if pinned:
+            self.manifest(version)
+            self.fs.makedirs(f"{self.root}/pins", exist_ok=True)
+            self.fs.pipe_file(path, b"")
+        elif self.fs.exists(path):
+            self.fs.rm_file(path)
+
+    def retain(self, keep: int) -> None:
+        """Remove all but the newest `keep` versions and the pinned ones, and what is left of some that were never
+        completed before these."""
+        visible = list(self.newest())
+        kept = {*visible[:keep], *self.pinned()}
+        oldest = min(visible[:keep], default=0)
+        for number in self.numbers():
+            if number < oldest and number not in kept:
+                self._remove(number)
+        if self.folder is not None:
+            for draft in (self.folder / "versions").glob(f"{_DRAFT}*"):
+                if int(draft.name.removeprefix(_DRAFT).partition("-")[0]) < oldest:
+                    shutil.rmtree(draft, ignore_errors=True)
+
+    def tell(self, engine: str, said: dict[str, Any] | None) -> None:
+        """Write what a follower says of its engine; None: nothing any more."""
+        path = f"{self.root}/engines/{_NAME.sub('-', engine)}.json"
+        if said is None:
+            with suppress(FileNotFoundError):
+                self.fs.rm_file(path)
+            return
+        data = json.dumps(said).encode()
+        if self.folder is None:
+            self.fs.pipe_file(path, data)
+            return
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        written = Path(f"{path}.{token_hex(4)}")
+        written.write_bytes(data)
+        written.replace(path)
+
+    # ---- how ---------------------------------------------------------------------------------------------------------
+
+    def _path(self, version: int, name: str = "") -> str:
+        return f"{self.root}/versions/{version:0{_DIGITS}d}/{name}".rstrip("/")
+
+    def _names(self, what: str) -> list[str]:
+        path = f"{self.root}/{what}"
+        self.fs.invalidate_cache(path)
+        try:
+            return [entry.rstrip("/").rpartition("/")[2] for entry in self.fs.ls(path, detail=False)]
+        except FileNotFoundError:
+            return []
+
+    def _rename(self, draft: Path, manifest: Manifest) -> None:
+        for file in (*draft.iterdir(), draft):
+            _sync(file)
+        try:
+            draft.rename(self._path(manifest.version))
+        except OSError as error:
+            if Path(self._path(manifest.version)).exists():
+                raise self._taken(manifest) from error
+            raise
+        _sync(draft.parent)
+
+    def _put(self, draft: Path, manifest: Manifest) -> None:
+        # The claim is read back, too: not every store of fsspec's knows conditional puts.
+        claim = self._path(manifest.version, _CLAIM)
+        mine = f"{manifest.publisher} {token_hex(8)}".encode()
+        try:
+            self.fs.pipe_file(claim, mine, mode="create")
+            if self.fs.cat_file(claim) != mine:
+                raise FileExistsError(claim)
+        except FileExistsError as error:
+            raise self._taken(manifest) from error
+        for name in manifest.files:
+            self.fs.put_file(str(draft / name), self._path(manifest.version, name))
+        self.fs.pipe_file(self._path(manifest.version, MANIFEST), (draft / MANIFEST).read_bytes())
+        shutil.rmtree(draft, ignore_errors=True)
+
+    def _taken(self, manifest: Manifest) -> PushRefused:
+        return PushRefused(
+            f"{self.where(manifest.version)} was published by somebody else at the same time: two trainers publish "
+            "into one store. Give each one of its own, or stop one, and make a new Publisher to go on from there"
+        )
+
+    def _remove(self, version: int) -> None:
+        # Its manifest first: what has none is no version, and is removed by the next call if this one is interrupted.
+        with suppress(FileNotFoundError):
+            if self.folder is None:
+                with suppress(FileNotFoundError):
+                    self.fs.rm_file(self._path(version, MANIFEST))
+                self.fs.rm(self._path(version), recursive=True)
+            else:
+                gone = self.folder / "versions" / f"{_DRAFT}{version}-{token_hex(4)}"
+                Path(self._path(version)).rename(gone)
+                shutil.rmtree(gone, ignore_errors=True)
+
+
+def now() -> str:
+    """Return the time in UTC, as manifests have it."""
+    return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _sync(path: Path) -> None:
+    """Have the system write a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
