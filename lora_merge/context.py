@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
+from .choices import Strategy
 from .errors import InvalidInput
 from .merged_block import MergedBlock
 from .models.frozen import warn_if_frozen
@@ -21,7 +22,7 @@ def merged(
     *,
     adapter_names: Sequence[str] | None = None,
     restore: str = "exact",
-    strategy: str | None = None,
+    strategy: Strategy | None = None,
 ) -> Iterator[Model]:
     """Merge the active adapters into the base weights for the time of a `with` block, and restore every bit after it.
 

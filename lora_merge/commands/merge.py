@@ -6,23 +6,17 @@ import argparse
 import ctypes
 import sys
 import warnings
+from typing import get_args
 
 import torch
 
 from ..bench.options import device
+from ..choices import DTYPES, Rounding, Tokenizer
 from ..errors import InvalidInput
 from .output import add_json, progress, tell
 
 _MMAP_THRESHOLD = -3
 """M_MMAP_THRESHOLD of mallopt(3)."""
-DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "float32": torch.float32,
-    "fp32": torch.float32,
-}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +48,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rounding",
         default="nearest",
-        choices=("nearest", "stochastic"),
+        choices=get_args(Rounding),
         help="how sums are rounded to that dtype; stochastic needs --seed (default: nearest)",
     )
     parser.add_argument("--seed", type=int, help="seed of stochastic rounding, a whole number")
@@ -66,7 +60,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tokenizer",
-        choices=("base", "adapter"),
+        choices=get_args(Tokenizer),
         help="whose tokenizer, chat template and processor go along (default: the adapter's where it has one that "
         "differs from the base's, and a note says in what)",
     )
@@ -95,7 +89,7 @@ def merge(options: argparse.Namespace) -> int:
             each=options.each,
             scales=_scales(options.scale),
             device=options.device,
-            dtype=DTYPES[options.dtype] if options.dtype else None,
+            dtype=options.dtype,
             rounding=options.rounding,
             seed=options.seed,
             shard_size=options.shard_size,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
 from ..bench.options import device
+from ..choices import Pause
 from .output import add_json, tell
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def _add_pause(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pause",
         default="keep",
-        choices=("keep", "wait", "abort"),
+        choices=get_args(Pause),
         help="requests in flight go on with the new weights, finish first, or are aborted (default: keep)",
     )
     add_json(parser)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..choices import Pause
 from ..errors import InvalidInput, PushRefused
 from ..kernels.checks import check_device
 from ..models.peft.folder import needs_values, notes_of, read_folder
@@ -211,7 +212,7 @@ async def load(
     base: str | Path | None,
     name: str | None,
     device: str | torch.device,
-    pause: str,
+    pause: Pause,
     verify: bool,
 ) -> SyncReport:
     """Load an adapter; see `serve.load_adapter`."""
@@ -221,7 +222,7 @@ async def load(
     return await _push(Pusher(trainer, planner, pause=pause, mode="merged", healing=_HEALING), verify)
 
 
-async def unload(engine: Any, *, pause: str) -> SyncReport:
+async def unload(engine: Any, *, pause: Pause) -> SyncReport:
     """Unload the adapter; see `serve.unload_adapter`."""
     trainer = _trainer_of(engine)
     return await _push(Pusher(trainer, UnloadPlanner(trainer), pause=pause, mode="base", healing=_HEALING), False)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch import nn
 
+from ..choices import Merge, Mode, Pause, Rounding, Strategy, check_choice
 from ..errors import InvalidInput, PushRefused
 from ..models.pausing import training_of
 from ..shards.ranks import Ranks
@@ -18,14 +19,11 @@ from .configs import computing, config_of
 from .control.base import Control
 from .control.calls import drive
 from .push.channels import Trainer
-from .push.planner import MERGES, PushPlanner
+from .push.planner import PushPlanner
 from .push.pusher import Pusher
 from .push.replica import SyncReport, check_handle
-from .push.sequence import check_pause
 from .push.sharing import Sharing, check_shareable, check_shared_arguments
 from .transport.lent import LENT
-
-MODES = ("merged", "adapter")
 
 
 class EngineSync(Pusher):
@@ -43,19 +41,17 @@ class EngineSync(Pusher):
         model: nn.Module,
         engine: Any,
         *,
-        mode: str = "merged",
-        merge: str = "auto",
-        rounding: str = "nearest",
-        pause: str = "keep",
+        mode: Mode = "merged",
+        merge: Merge = "auto",
+        rounding: Rounding = "nearest",
+        pause: Pause = "keep",
         bucket_bytes: int = BUCKET_BYTES,
-        strategy: str | None = None,
+        strategy: Strategy | None = None,
         share: bool = False,
     ) -> None:
-        if merge not in MERGES:
-            raise InvalidInput(f"merge must be one of {', '.join(MERGES)}, got {merge!r}")
-        check_pause(pause)
+        for name, value, known in (("merge", merge, Merge), ("pause", pause, Pause), ("mode", mode, Mode)):
+            check_choice(name, value, known)
         self._require()
-        _checked(mode)
         self._weights = MergedWeights(model, rounding=rounding, bucket_bytes=bucket_bytes, strategy=strategy)
         self._base = MergedWeights(model, bucket_bytes=bucket_bytes, adapters=False, strategy=strategy)
         engines = engine if isinstance(engine, list | tuple) else [] if engine is None else [engine]
@@ -100,7 +96,7 @@ class EngineSync(Pusher):
 
     # What a user calls
 
-    def push(self, *, mode: str | None = None, verify: bool = False) -> SyncReport:
+    def push(self, *, mode: Mode | None = None, verify: bool = False) -> SyncReport:
         """Bring the model as it is now into every engine.
 
             report = sync.push()
@@ -127,7 +123,7 @@ class EngineSync(Pusher):
             raise InvalidInput(f"{self.awaited} has to be awaited: use `await apush()` in its event loop")
         return drive(self._push(mode, verify))
 
-    async def apush(self, *, mode: str | None = None, verify: bool = False) -> SyncReport:
+    async def apush(self, *, mode: Mode | None = None, verify: bool = False) -> SyncReport:
         """Bring the model as it is now into every engine, from the event loop of an asynchronous handle; see `push`.
 
             report = await sync.apush()
@@ -168,7 +164,9 @@ class EngineSync(Pusher):
             await self._let_go()
 
     async def _push(self, mode: str | None, verify: bool) -> SyncReport:
-        mode = self._mode if mode is None else _checked(mode)
+        if mode is None:
+            mode = self._mode
+        check_choice("mode", mode, Mode)
         _check_served(self._weights, mode)
         return await super()._push(mode, verify)
 
@@ -186,9 +184,3 @@ def _check_served(weights: MergedWeights, mode: str) -> None:
             f"train_merged(model) trains the policy that mode='merged' and rounding={training.rounding!r} serve, and "
             f"this would serve another one: mode={mode!r}, rounding={rounding!r}. Change these, or close() the training"
         )
-
-
-def _checked(mode: str) -> str:
-    if mode not in MODES:
-        raise InvalidInput(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-    return mode

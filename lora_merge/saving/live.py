@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..choices import DType, Rounding
 from ..errors import InvalidInput
 from ..models.live import live
 from ..models.peft.chosen import originals
@@ -38,8 +39,8 @@ def save_merged(
     out: str | Path,
     *,
     max_shard_size: int | str = SHARD_SIZE,
-    dtype: torch.dtype | str | None = None,
-    rounding: str = "nearest",
+    dtype: DType | None = None,
+    rounding: Rounding = "nearest",
     seed: int | None = None,
     adapter_names: Sequence[str] | None = None,
     tokenizer: Any = None,

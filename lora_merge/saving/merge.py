@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..choices import DType, Rounding, Tokenizer
 from ..errors import InvalidInput
 from ..kernels.checks import check_device, check_dtype
 from ..kernels.packed import Packed
@@ -77,11 +78,11 @@ def merge_checkpoint(
     each: bool = False,
     scales: Mapping[str, float] | None = None,
     device: str | torch.device = "cpu",
-    dtype: torch.dtype | str | None = None,
-    rounding: str = "nearest",
+    dtype: DType | None = None,
+    rounding: Rounding = "nearest",
     seed: int | None = None,
     shard_size: int | str | None = None,
-    tokenizer: str | None = None,
+    tokenizer: Tokenizer | None = None,
     strict: bool = False,
     force: bool = False,
     verify: bool = False,

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..choices import DType, Rounding, Strategy, check_choice
 from ..errors import InvalidInput
 from ..inference import outside_inference_mode
 from ..kernels.checks import check_dtype
-from ..kernels.plan import ROUNDINGS
 from ..kernels.segments import FLOATS, raw
 from ..models.claims import Look, check_base, check_readable
 from ..models.conversion import Conversion
@@ -92,14 +92,13 @@ class MergedWeights:
         model: Any,
         *,
         bucket_bytes: int = BUCKET_BYTES,
-        dtype: torch.dtype | str | None = None,
-        rounding: str = "nearest",
+        dtype: DType | None = None,
+        rounding: Rounding = "nearest",
         adapters: bool = True,
         adapter_names: Sequence[str] | None = None,
-        strategy: str | None = None,
+        strategy: Strategy | None = None,
     ) -> None:
-        if rounding not in ROUNDINGS:
-            raise InvalidInput(f"rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
+        check_choice("rounding", rounding, Rounding)
         if not isinstance(adapters, bool):
             raise InvalidInput(f"adapters must be True or False, got {adapters!r}; set_adapter chooses which ones act")
         self.adapter_names = check_names(adapter_names)

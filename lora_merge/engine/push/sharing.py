@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...choices import Merge, Mode, Rounding
 from ...errors import InvalidInput, PushRefused
 from ...kernels.segments import raw
 from ...names import named_tensors
@@ -64,7 +65,7 @@ class Sharing:
             changed.
     """
 
-    def __init__(self, model: nn.Module, writer: BucketWriter, lent: Lent, rounding: str) -> None:
+    def __init__(self, model: nn.Module, writer: BucketWriter, lent: Lent, rounding: Rounding) -> None:
         self.apart: Counter[str] = Counter()
         places = list(self._places(model, writer, lent.targets))
         if not places:
@@ -151,7 +152,7 @@ def _view(name: str, shape: Sequence[int], dtype: torch.dtype, targets: DirectTa
         return here.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride()), ""
 
 
-def check_shared_arguments(controls: Sequence[Control], ranks: int, merge: str, mode: str) -> None:
+def check_shared_arguments(controls: Sequence[Control], ranks: int, merge: Merge, mode: Mode) -> None:
     """Raise `InvalidInput` unless arguments are such that a trainer can share its weights."""
     if mode != "merged" or merge == "engine":
         raise InvalidInput(

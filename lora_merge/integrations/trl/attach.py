@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+from ...choices import Mode, Rounding, Train
 from ...errors import InvalidInput
 from ...models.plain import check_plain
 from ...names import named_tensors, walk
@@ -24,11 +25,11 @@ _attached: WeakKeyDictionary[Any, ref[Rollout]] = WeakKeyDictionary()
 def attach(
     trainer: Any,
     *,
-    mode: str | None = None,
-    rounding: str | None = None,
+    mode: Mode | None = None,
+    rounding: Rounding | None = None,
     check: float | bool | None = None,
     verify: bool | None = None,
-    train: str | None = None,
+    train: Train | None = None,
 ) -> Rollout | None:
     """Make each weight sync of a TRL trainer a push by `VllmSync`.
 
@@ -96,7 +97,7 @@ def attached(trainer: Any) -> Rollout | None:
 
 
 def _options(
-    mode: str | None, rounding: str | None, check: float | bool | None, verify: bool | None, train: str | None
+    mode: Mode | None, rounding: Rounding | None, check: float | bool | None, verify: bool | None, train: Train | None
 ) -> Options:
     """Return the options that were passed, and those of the environment for the rest."""
     chosen = {"mode": mode, "rounding": rounding, "check": check, "verify": verify, "train": train}
