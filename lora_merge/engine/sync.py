@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch.distributed as dist
 from torch import nn
@@ -48,13 +49,22 @@ class EngineSync(Pusher):
         bucket_bytes: int = BUCKET_BYTES,
         strategy: Strategy | None = None,
         share: bool = False,
+        adapter_names: Sequence[str] | None = None,
     ) -> None:
         for name, value, known in (("merge", merge, Merge), ("pause", pause, Pause), ("mode", mode, Mode)):
             check_choice(name, value, known)
-        self._require()
-        self._weights = MergedWeights(model, rounding=rounding, bucket_bytes=bucket_bytes, strategy=strategy)
-        self._base = MergedWeights(model, bucket_bytes=bucket_bytes, adapters=False, strategy=strategy)
         engines = engine if isinstance(engine, list | tuple) else [] if engine is None else [engine]
+        self._require(engines)
+        self._weights = MergedWeights(
+            model, rounding=rounding, bucket_bytes=bucket_bytes, strategy=strategy, adapter_names=adapter_names
+        )
+        self._base = self._weights.beside(adapters=False)
+        self._base.strategy = strategy
+        if share and adapter_names is not None:
+            raise InvalidInput(
+                f"share=True got adapter_names={list(adapter_names)}: what is shared holds the adapters that are "
+                "trained (set_adapter); leave adapter_names out"
+            )
         world = Ranks(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
         with world.vote(type(self).__name__):
             controls = [self._control_of(e) for e in engines]
@@ -87,14 +97,30 @@ class EngineSync(Pusher):
         """Make the control plane for a handle."""
         raise NotImplementedError
 
-    def _require(self) -> None:
-        """Raise `MissingExtra` if a package that this class needs is not installed."""
+    def _require(self, engines: Sequence[Any]) -> None:
+        """Raise `MissingExtra` if a package that some of these handles needs is not installed."""
 
     def _complaint(self, model: nn.Module) -> str:
         """Return what to warn of when this model is trained beside such engines; "" for nothing."""
         return ""
 
     # What a user calls
+
+    def __enter__(self) -> Self:
+        """Begin a block at whose end `close` is called; for an `AsyncLLM` write `async with`."""
+        if any(control.suspends for control in self._trainer.controls):
+            raise InvalidInput(f"{self.awaited} has to be awaited: write `async with {type(self).__name__}(...)`")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        """Begin a block at whose end `aclose` is awaited."""
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.aclose()
 
     def push(self, *, mode: Mode | None = None, verify: bool = False) -> SyncReport:
         """Bring the model as it is now into every engine.
@@ -183,4 +209,10 @@ def _check_served(weights: MergedWeights, mode: str) -> None:
         raise InvalidInput(
             f"train_merged(model) trains the policy that mode='merged' and rounding={training.rounding!r} serve, and "
             f"this would serve another one: mode={mode!r}, rounding={rounding!r}. Change these, or close() the training"
+        )
+    if training is not None and weights.adapter_names is not None:
+        raise InvalidInput(
+            "train_merged(model) trains the policy of the adapters that act, and "
+            f"adapter_names={list(weights.adapter_names)} would serve another one: leave adapter_names out, or close() "
+            "the training"
         )

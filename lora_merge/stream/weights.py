@@ -125,6 +125,20 @@ class MergedWeights:
         self._known: tuple[Any, torch.device, Conversion] | None = None
         """The key of the last reading, and what is kept of it."""
 
+    def __repr__(self) -> str:
+        """Return the model's class and the options that differ from their defaults; the model is not read."""
+        model = f"[{len(self.model)} chunks]" if isinstance(self.model, list | tuple) else type(self.model).__name__
+        options = {
+            "dtype": None if self.dtype is None else str(self.dtype).removeprefix("torch."),
+            "rounding": None if self.rounding == "nearest" else self.rounding,
+            "adapters": None if self.adapters else False,
+            "adapter_names": self.adapter_names and list(self.adapter_names),
+            "strategy": self.strategy,
+            "bucket_bytes": None if self.bucket_bytes == BUCKET_BYTES else self.bucket_bytes,
+        }
+        told = (f"{name}={value!r}" for name, value in options.items() if value is not None)
+        return f"{type(self).__name__}({', '.join([model, *told])})"
+
     def metadata(self) -> list[Meta]:
         """Return `(name, dtype, shape)` of every tensor that iteration yields, in its order; merges nothing.
         Collective.
@@ -244,6 +258,18 @@ class MergedWeights:
                         yield slot.name, slot.view(data)
                         fill_next()  # only now: who loops over this held a tensor of the other buffer until it got one
                     del data
+
+    def beside(self, *, adapters: bool = True) -> MergedWeights:
+        """Return another stream of the same model and choice of adapters, as it lies in the base; for what a push
+        brings beside this one.
+
+        Args:
+            adapters: False: the base alone, with the copies of whole modules (`modules_to_save`) that these adapters
+                bring.
+        """
+        made = MergedWeights(self.model, bucket_bytes=self.bucket_bytes, adapters=adapters)
+        made.adapter_names = self.adapter_names
+        return made
 
     def release(self) -> None:
         """Free what is kept of the model between passes, unless a pass is under way; the next pass builds it again."""
