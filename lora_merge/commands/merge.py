@@ -53,7 +53,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, help="seed of stochastic rounding, a whole number")
     parser.add_argument(
-        "--shard-size",
+        "--max-shard-size",
+        "--shard-size",  # its older name
         type=_size,
         metavar="SIZE",
         help="largest size of one weight file, such as 5GB or 500MiB (default: the same files as the base)",
@@ -92,7 +93,7 @@ def merge(options: argparse.Namespace) -> int:
             dtype=options.dtype,
             rounding=options.rounding,
             seed=options.seed,
-            shard_size=options.shard_size,
+            max_shard_size=options.max_shard_size,
             tokenizer=options.tokenizer,
             strict=options.strict,
             force=options.force,
