@@ -81,7 +81,7 @@ def _compiled(found: Findings) -> None:
         found.rows.append(("compiled", f"no: {problem}"))
         found.todo.append("install a platform wheel, or " + native.BUILD_HINT)
         return
-    gpus = ", ".join(native.architectures()) if native.has_cuda() else "none (compiled without nvcc)"
+    gpus = ", ".join(native.architectures()) if native.has_cuda() else "none (it has kernels for CPUs alone)"
     found.rows.append(("compiled", f"CPU: {', '.join(native.compiled.cpu_isas())}; GPU architectures: {gpus}"))
 
 
