@@ -79,9 +79,8 @@ def lines_of(found: dict[str, Any]) -> Iterator[str]:
     if "error" in found:
         yield f"  {found['error']}"
     for name, figures in found.get("methods", {}).items():
-        exact = (
-            "" if not report.is_ours(name) else ", exact" if figures["of_bound"] <= 1 else ", NOT EXACT: please send"
-        )
+        exact = ", exact" if figures["of_bound"] <= 1 else ", NOT EXACT: please send"
+        exact = exact if report.is_ours(name) else ""
         yield f"  {name}: {figures['ms']:.1f} ms = {figures['x_copy']:.2f} copies{exact}"
 
 
