@@ -6,8 +6,8 @@
 Linear layers of Qwen2.5-7B, 8,192 tokens in bf16, at several ranks, adapters in float32 (PEFT's default) and in bf16:
 
 - cast: activations cast to the dtype of the factors first, as PEFT does and `train_merged` did
-- torch: what `train_merged` does with `products.TRITON = False`
-- triton: what it does with `products.TRITON = True`
+- torch: float32 factors in three bf16 parts, made by torch's operations; bf16 ones as they are
+- own: what `train_merged` does, with a kernel of its own that makes the parts
 - dx: the gradient of the layer's input, `dy W'`, which every way takes beside
 
 Milliseconds, bytes at the peak above what is there before, and errors of lora_A's and lora_B's gradients against
@@ -23,12 +23,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from lora_merge.bench import report, timing
-from lora_merge.kernels.triton import backend, gradients
+from lora_merge.kernels.cuda import backend
 from lora_merge.training import products
 
 SHAPES = [(3584, 3584), (3584, 18944), (18944, 3584), (3584, 512)]
@@ -64,20 +65,22 @@ def main() -> None:
                     found = {"in": columns, "out": rows, "rank": rank, "adapters": str(dtype).removeprefix("torch.")}
                     note(record, args, found | {"way": way} | measured(call, wanted, args))
                 del wanted
-    print(f"{'in':>6} {'out':>6} {'rank':>5} {'adapters':>9}   ms: cast, torch, triton")
+    print(f"{'in':>6} {'out':>6} {'rank':>5} {'adapters':>9}   ms: cast, torch, own")
     for key in dict.fromkeys(_key(run) for run in record["runs"] if "rank" in run):
         spent = [f"{run['ms']:.3f}" for run in record["runs"] if "rank" in run and _key(run) == key]
         print(f"{key[0]:>6} {key[1]:>6} {key[2]:>5} {key[3]:>9}  ", *spent)
 
 
 def ways(x: Tensor, dy: Tensor, lora_A: Tensor, lora_B: Tensor, device: torch.device) -> dict[str, Callable[[], Pair]]:
-    found: dict[str, Callable[[], Any]] = {
-        "cast": lambda: cast(x, dy, lora_A, lora_B),
-        "torch": lambda: products.factor_gradients(x, dy, lora_A, lora_B, (True, True)),
-    }
-    if backend.unavailable(device) is None:
-        found["triton"] = lambda: gradients.factor_gradients(x, dy, lora_A, lora_B)
-    return found
+    own = partial(products.factor_gradients, x, dy, lora_A, lora_B, (True, True))
+    found: dict[str, Callable[[], Any]] = {"cast": partial(cast, x, dy, lora_A, lora_B), "torch": partial(plain, own)}
+    return found | ({"own": own} if backend.unavailable(device) is None else {})
+
+
+def plain(call: Callable[[], Any]) -> Any:
+    """Call without kernels of this package."""
+    with mock.patch.object(backend, "unavailable", return_value="switched off"):
+        return call()
 
 
 def cast(x: Tensor, dy: Tensor, lora_A: Tensor, lora_B: Tensor) -> Pair:

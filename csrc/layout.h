@@ -124,13 +124,14 @@ void launch_hopper(Placed placed, int32_t* counter, int64_t dtype, int64_t adapt
 void launch_hopper_scaled(Placed placed, int32_t* counter, int64_t dtype, int64_t adapters, Units units, Tiles tiles, int64_t group, int64_t part, Rounding rounding, Where where);
 void tensor_maps(const Segment* table, int64_t segments, int64_t adapters, uint8_t* maps);
 void split_adapters(Placed placed, int64_t n_units, Where where);
+void thirds_cuda(const float* source, int64_t rows, int64_t columns, int64_t planes, int64_t row_stride, int64_t column_stride, uint16_t* destination, Where where);
 void row_norms_cuda(Placed placed, int64_t source_dtype, int64_t n_units, int64_t max_rank, double* out, Where where);
 void track_cuda(Placed placed, int32_t* counter, int64_t dtype, int64_t adapters, Units units, Blocks blocks, int64_t way, Journal journal, int64_t chunk, Arena before, Where where);
 void track_hopper(Placed placed, int32_t* counter, int64_t dtype, int64_t adapters, Units units, Tiles tiles, int64_t way, Journal journal, int64_t chunk, Arena before, Where where);
 }  // namespace operators
 #define LORA_MERGE_OPERATORS(X) X(layout_hash) X(cuda_architectures) X(cpu_isas) X(use_threads) X(launch_cpu) X(row_norms_cpu) X(tracked_sizes_cpu) X(track_cpu) X(untrack_cpu) X(retrack_cpu) X(merge_shape) X(accepts_shape) X(hopper_tiles) X(accepts_tiles)
-#define LORA_MERGE_CUDA_OPERATORS(X) X(cuda_problem) X(launch_cuda) X(scale_cuda) X(launch_hopper) X(launch_hopper_scaled) X(tensor_maps) X(split_adapters) X(row_norms_cuda) X(track_cuda) X(track_hopper)
+#define LORA_MERGE_CUDA_OPERATORS(X) X(cuda_problem) X(launch_cuda) X(scale_cuda) X(launch_hopper) X(launch_hopper_scaled) X(tensor_maps) X(split_adapters) X(thirds_cuda) X(row_norms_cuda) X(track_cuda) X(track_hopper)
 
-constexpr const char* kLayoutHash = "9d362d22237fdb58";
+constexpr const char* kLayoutHash = "79f2569a4e866562";
 
 }  // namespace lora_merge

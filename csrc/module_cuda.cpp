@@ -191,6 +191,14 @@ void split_adapters(Placed placed, int64_t n_units, Where where) {
   must(launch_parts(launch, where.stream));
 }
 
+void thirds_cuda(const float* source, int64_t rows, int64_t columns, int64_t planes, int64_t row_stride,
+                 int64_t column_stride, uint16_t* destination, Where where) {
+  check(rows > 0 && columns > 0 && planes > 0 && rows <= INT32_MAX / columns, "thirds of ", rows, " x ", columns,
+        " numbers in ", planes, " planes");
+  const OnDevice here(where.device);
+  must(launch_thirds({source, destination, rows, columns, planes, row_stride, column_stride}, where.stream));
+}
+
 void row_norms_cuda(Placed placed, int64_t source_dtype, int64_t n_units, int64_t max_rank, double* out, Where where) {
   const Launch launch = make_launch<Launch>(placed, {n_units, 0, 0}, max_rank);
   const OnDevice here(where.device);

@@ -51,6 +51,13 @@ struct ScaleLaunch {
   Rounded job[kInlineRounded];
 };
 
+// Numbers that become three bf16 ones each: row r of the result has the first thirds of row r, its second, its third.
+struct ThirdsLaunch {
+  const float* source;  // planes of columns side by side, which are summed
+  uint16_t* destination;
+  int64_t rows, columns, planes, row_stride, column_stride;
+};
+
 // Each returns a cudaError_t. `stream` is a cudaStream_t of the current device. `adapters`: what products are made of,
 // kBFloat16, kFloat16 (where all is fp16), kFloat32 (three bf16 parts: any adapters), or kPairs where weights and
 // results have 16 bits (of any adapters; their pairs are there: `launch_parts`).
@@ -63,6 +70,7 @@ int encode_maps(const Segment* segments, int n_segments, int adapters, Maps* map
 // columns; `destination` is where the pairs go; `key` is 0 for lora_A, 1 for lora_B.
 int launch_parts(const Launch& launch, void* stream);
 int launch_scale(int dtype, int group, int part, const ScaleLaunch& launch, void* stream);
+int launch_thirds(const ThirdsLaunch& launch, void* stream);
 int launch_row_norms(int source_dtype, const Launch& launch, double* out, void* stream);
 const char* error_name(int error);
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.bindings import operators
+from ..kernels.cuda import backend as cuda
+
 BLOCK = 1 << 22
 """Elements of activations that are cast at a time."""
-TRITON = False
-"""Whether large inputs on a GPU take the Triton kernels; False until `benchmarks/backward.py` has shown them faster."""
-_LARGE = 1024
-"""Tokens from which these are worth their launches."""
 
 
 def factor_gradients(
@@ -28,16 +27,19 @@ def factor_gradients(
         x, dy: `[tokens, in]`, `[tokens, out]`.
         lora_A, lora_B: `[r, in]`, `[out, r]`.
     """
-    if TRITON and all(wants) and x.is_cuda and len(x) >= _LARGE:
-        from ..kernels.triton import gradients
-
-        if gradients.serves(x, dy, lora_A, lora_B):
-            dA, dB = gradients.factor_gradients(x, dy, lora_A, lora_B)
-            return dA.to(lora_A.dtype), dB.to(lora_B.dtype)
     return (
-        times(x.t(), times(dy, lora_B).to(lora_A.dtype)).t() if wants[0] else None,
-        times(dy.t(), times(x, lora_A.t()).to(lora_B.dtype)) if wants[1] else None,
+        _outer(x, dy, lora_B, lora_A.dtype).t() if wants[0] else None,
+        _outer(dy, x, lora_A.t(), lora_B.dtype) if wants[1] else None,
     )
+
+
+def _outer(rows: Tensor, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `rows^T (x factor)`, in `dtype`."""
+    if not (dtype == factor.dtype == torch.float32 and _on_matrix_units(x) and _on_matrix_units(rows)):
+        return times(rows.t(), times(x, factor).to(dtype))
+    # What the first product leaves to be summed becomes three parts for the second in one pass.
+    narrow = torch.mm(x, parts(factor), out_dtype=torch.float32)
+    return _summed(torch.mm(rows.t(), parts(narrow, 3), out_dtype=torch.float32))
 
 
 def times(x: Tensor, factor: Tensor) -> Tensor:
@@ -51,9 +53,8 @@ def times(x: Tensor, factor: Tensor) -> Tensor:
         return x @ factor
     if factor.dtype != torch.float32 or x.dtype not in (torch.bfloat16, torch.float16):
         return x.to(factor.dtype) @ factor
-    if x.dtype == torch.bfloat16 and _sums_in_float32(x.device) and x.numel():
-        found = torch.mm(x, torch.cat(parts(factor), 1), out_dtype=torch.float32)
-        return found.view(len(x), 3, -1).sum(1)
+    if _on_matrix_units(x):
+        return _summed(torch.mm(x, parts(factor), out_dtype=torch.float32))
     found = factor.new_empty(len(x), factor.shape[1])
     step = max(BLOCK // max(x.shape[1], 1), 1)
     for some, here in zip(x.split(step), found.split(step), strict=True):
@@ -61,12 +62,27 @@ def times(x: Tensor, factor: Tensor) -> Tensor:
     return found
 
 
-def parts(factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return three bf16 tensors whose sum is a float32 one: exactly, for values from 2^-110 up."""
-    first = factor.to(torch.bfloat16)
-    rest = factor - first
-    second = rest.to(torch.bfloat16)
-    return first, second, (rest - second).to(torch.bfloat16)
+def parts(factor: Tensor, planes: int = 1) -> Tensor:
+    """Return bf16 `[k, 3 * r]`: of each number three that have it as their sum, exactly from 2^-110 up.
+
+    Args:
+        factor: float32 `[k, planes * r]`.
+        planes: so many numbers, r columns apart, are summed to one first.
+    """
+    if factor.is_cuda and factor.numel() and cuda.unavailable(factor.device) is None:
+        found = factor.new_empty(len(factor), factor.shape[1] // planes * 3, dtype=torch.bfloat16)
+        operators.thirds_cuda(factor, planes, found)
+        return found
+    rest, some = factor.view(len(factor), planes, -1).sum(1) if planes > 1 else factor, []
+    for _ in range(3):
+        some.append(rest.to(torch.bfloat16))
+        rest = rest - some[-1]
+    return torch.cat(some, 1)
+
+
+def _summed(planes: Tensor) -> Tensor:
+    """Return `[rows, r]`, the sum of the three planes of a product with `parts`."""
+    return planes.view(len(planes), 3, -1).sum(1)
 
 
 def dots(one: Tensor, other: Tensor, minus: Tensor | None = None) -> Tensor:
@@ -85,6 +101,6 @@ def dots(one: Tensor, other: Tensor, minus: Tensor | None = None) -> Tensor:
     return found
 
 
-def _sums_in_float32(device: torch.device) -> bool:
-    """Return True if a product of bf16 matrices can be had in float32."""
-    return device.type == "cuda" and torch.version.hip is None
+def _on_matrix_units(x: Tensor) -> bool:
+    """Return True if a product of bf16 `x` with float32 parts can be had, summed in float32."""
+    return x.dtype == torch.bfloat16 and x.is_cuda and torch.version.hip is None and x.numel() > 0

@@ -374,7 +374,7 @@ def test_products_of_16_bits_with_float32(
     """As exact as PEFT's, which casts to float32."""
     monkeypatch.setattr(products, "BLOCK", 500)
     if split:
-        monkeypatch.setattr(products, "_sums_in_float32", lambda device: True)
+        monkeypatch.setattr(products, "_on_matrix_units", lambda x: x.numel() > 0)
         monkeypatch.setattr(torch, "mm", in_float32)
     rows, k, r = shape
     x = torch.randn(k, rows).t().to(torch.bfloat16) if turned else torch.randn(rows, k).to(torch.bfloat16)
@@ -388,9 +388,30 @@ def test_products_of_16_bits_with_float32(
         assert (found - exact).norm() <= 1.5 * (peft - exact).norm()
 
 
-def test_parts_make_the_whole() -> None:
-    values = torch.randn(10000) * 10.0 ** torch.randint(-30, 30, (10000,))
-    assert torch.equal(sum(part.double() for part in products.parts(values)), values.double())
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("turned", [True, False])
+def test_parts_make_the_whole(turned: bool, device: str) -> None:
+    values = (torch.randn(10000, 7) * 10.0 ** torch.randint(-25, 30, (10000, 7))).to(device)
+    values = values.t().contiguous().t() if turned else values
+    assert torch.equal(products.parts(values).double().view(10000, 3, 7).sum(1), values.double())
+    planes = torch.cat([values, values, 2 * values], 1)
+    assert torch.equal(products.parts(planes, 3), products.parts(4 * values))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(70, 40, 100, 5), (130, 70, 33, 17), (3, 5, 2, 250), (1, 3, 2, 1)], ids=str)
+def test_gradients_of_float32_factors_on_a_gpu(sizes: tuple[int, int, int, int]) -> None:
+    """As exact as float32, for activations of any strides."""
+    tokens, columns, rows, rank = sizes
+    x, dy = (torch.randn(n, tokens, device="cuda").bfloat16().t() for n in (columns, rows))
+    lora_A, lora_B = torch.randn(rank, columns, device="cuda"), torch.randn(rows, rank, device="cuda")
+    X, D, A, R = (t.double() for t in (x, dy, lora_A, lora_B))
+    wanted = ((D @ R).t() @ X, D.t() @ (X @ A.t()))
+    for some in ((x, dy), (x.contiguous(), dy.contiguous())):
+        for got, one in zip(products.factor_gradients(*some, lora_A, lora_B, (True, True)), wanted, strict=True):
+            assert got is not None
+            assert got.dtype == torch.float32
+            assert (got - one).norm() <= 1e-6 * one.norm()
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (0, 4), (700, 3)], ids=str)

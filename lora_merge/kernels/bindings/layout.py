@@ -203,6 +203,10 @@ CUDA_OPERATORS = {
     ),
     "tensor_maps": ("void", f"{_CPU_TABLE}, int64_t adapters, uint8_t* maps"),
     "split_adapters": ("void", "Placed placed, int64_t n_units, Where where"),
+    "thirds_cuda": (
+        "void", "const float* source, int64_t rows, int64_t columns, int64_t planes, int64_t row_stride, "
+        "int64_t column_stride, uint16_t* destination, Where where",
+    ),
     "row_norms_cuda": (
         "void", "Placed placed, int64_t source_dtype, int64_t n_units, int64_t max_rank, double* out, Where where",
     ),

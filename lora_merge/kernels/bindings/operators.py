@@ -196,6 +196,23 @@ def tensor_maps(table: Tensor, adapters: int) -> Tensor:
     return maps
 
 
+def thirds_cuda(source: Tensor, planes: int, out: Tensor) -> None:
+    """Write each float32 number as three bf16 ones whose sum it is.
+
+    Args:
+        source: `[rows, planes * columns]`, with any strides; planes are summed.
+        out: `[rows, 3 * columns]`: first thirds of a row, second, third ones.
+    """
+    device, (rows, wide) = source.get_device(), source.shape
+    if source.dtype != torch.float32 or wide % planes or device < 0:
+        raise RuntimeError(
+            f"lora_merge: thirds of {source.dtype} {list(source.shape)} in {planes} planes, GPU {device}"
+        )
+    columns = wide // planes
+    (address,) = _addresses(device, (out, "thirds", torch.bfloat16, 3 * rows * columns))
+    native.compiled.thirds_cuda(source.data_ptr(), rows, columns, planes, *source.stride(), address, *_where(device))
+
+
 def split_adapters(table: Tensor, unit_segment: Tensor, device: int, n_units: int, *_: object) -> None:
     """Make pairs of fp16 of the halves of adapters that a table has for segments; rounding plays no part."""
     native.compiled.split_adapters(*_placed(table, unit_segment, device), n_units, *_where(device))
