@@ -1,4 +1,4 @@
-"""A whole RL step of TRL's GRPO trainer, rollout, sync and update, in four ways to bring the policy to vLLM.
+"""A whole RL step of TRL's GRPO trainer, rollout, sync and update, in five ways to bring the policy to vLLM.
 
     PYTHONPATH=.venv-vllm/trl .venv-vllm/bin/python benchmarks/step.py --shape tiny --device cpu     # a smoke test
     python benchmarks/step.py --json step-h200.json --plot step.png                  # GPU: Qwen2.5-7B's shape, rank 32
@@ -11,6 +11,7 @@ process, with CUDA graphs on a GPU:
 - `adapter`: `attach(trainer, mode="adapter")`: the adapter alone crosses, and vLLM's LoRA path serves it.
 - `merged`: `attach(trainer)`: merged weights are written into the engine.
 - `trained`: `attach(trainer, train="merged")`: the same, and the update computes with the weights that are pushed.
+- `shared`: `attach(trainer, share=True)`: as `trained`, with the weights in memory once.
 
 A step is what transformers' `Trainer` takes for one: `--completions` answers a rank of exactly `--new-tokens` each,
 sampled by one call of vLLM, and one update from them in batches of `--batch`. `rollout` is TRL's call of the engine,
@@ -48,6 +49,7 @@ WAYS = {
     "adapter": "LoRA path",
     "merged": "lora_merge",
     "trained": "lora_merge, trained merged",
+    "shared": "lora_merge, one copy",
 }
 """The option -> what tables and pictures call it."""
 PHASES = ("rollout", "sync", "update")
@@ -131,6 +133,12 @@ def train(args: argparse.Namespace, folder: Path) -> Record:
         )  # fmt: skip
         if args.part == "trained":
             attach(trainer, mode="merged", train="merged")
+        elif args.part == "shared":
+            first = attach(trainer)
+            assert first is not None
+            first.sync_weights()  # the engine has the trainer's weights, and no dummy ones of its own
+            first.detach()
+            attach(trainer, share=True)
         elif args.part != "trl":
             attach(trainer, mode=args.part)
         clock = Clock(args.device)
@@ -231,7 +239,9 @@ def draw(record: Record, file: Path) -> None:
     for name, seconds in ways.items():
         total = sum(seconds.values())
         label = f"{seconds_of(total)}\nsync {seconds_of(seconds['sync'])}"
-        rows.append((Bar(WAYS[name].replace(", ", ",\n"), total, label, name in ("merged", "trained")), seconds))
+        rows.append(
+            (Bar(WAYS[name].replace(", ", ",\n"), total, label, name in ("merged", "trained", "shared")), seconds)
+        )
     versions = record["versions"]
     note = f"{title(record)}.\n{record['completions']} answers a rank of {record['new_tokens']} tokens. "
     note += f"TRL {versions['trl']}, vLLM {versions['vllm']}. Red: sync."

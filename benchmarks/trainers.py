@@ -26,7 +26,7 @@ import argparse
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -84,10 +84,16 @@ def readable() -> Iterator[None]:
 
     from vllm.model_executor.layers import utils
 
+    from lora_merge.engine.vllm.loading.loader import Loader
+
     def plain(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = nn.functional.linear
 
-    with mock.patch.object(utils, "dispatch_cpu_unquantized_gemm", plain):
+    kept: Any = mock.patch.object(Loader, "_laid_anew", return_value=[])
+    with (
+        mock.patch.object(utils, "dispatch_cpu_unquantized_gemm", plain),
+        nullcontext() if torch.cuda.is_available() else kept,
+    ):
         yield
 
 

@@ -48,6 +48,10 @@ _CHANGES: dict[str, tuple[frozenset[str], str]] = {
     "break": (_ANY, "dirty"),  # a push failed after it began
     "overwrite": (WEIGHTS, "dirty"),  # something else wrote to the weights: a sleep, a reload
     "evict": (frozenset({"adapter"}), "base"),  # the engine dropped the adapter
+    "return": (
+        _ANY,
+        "nothing",
+    ),  # who shared its weights has brought back those that it started with
 }
 
 
@@ -55,7 +59,7 @@ def change(held: State, event: str, *, reason: str = "", brought: State | None =
     """Return what an engine holds after an event.
 
     Args:
-        event: "begin", "end", "break", "overwrite" or "evict".
+        event: "begin", "end", "break", "overwrite", "evict" or "return".
         reason: why it is dirty from now on.
         brought: by the push that ends.
 
@@ -67,6 +71,8 @@ def change(held: State, event: str, *, reason: str = "", brought: State | None =
         raise RuntimeError(f"{event!r} cannot happen to an engine that holds {held}")
     if to == "dirty":
         return State("dirty", held.version, reason=reason)
+    if to == "nothing":
+        return State(version=held.version)
     if to == "base":
         return replace(held, kind="base")
     assert brought is not None

@@ -33,9 +33,11 @@ class EngineSync(Pusher):
 
     Attributes:
         awaited: description of a handle whose calls have to be awaited, for messages.
+        unshared: why no trainer can share weights with such engines, in words; "" where one can.
     """
 
     awaited: ClassVar[str]
+    unshared: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -81,7 +83,8 @@ class EngineSync(Pusher):
             trainer, planner, pause=pause, mode=mode, rounding=rounding, computing=partial(computing, config_of(model))
         )
         if share:
-            check_shared_arguments(controls, world.size, merge, mode)
+            with world.vote(type(self).__name__):
+                check_shared_arguments(model, controls, world.size, merge, mode, self.unshared)
             drive(self._share(model, planner))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -177,17 +180,40 @@ class EngineSync(Pusher):
                 raise PushRefused(f"the engine holds {state}{whose}, {ours}; push() first")
 
     async def _share(self, model: nn.Module, planner: PushPlanner) -> None:
-        """Let the model's base weights lie in the engine."""
-        replicas = await self._introduce()
+        """Let the model's base weights lie in this rank's engine. Collective."""
+        world, replicas = self._trainer.world, await self._introduce()
+        own = next(replica for replica in replicas if replica.control is not None)
+        slept, lent = own.asleep, None
         try:
-            check_shareable(replicas[0])
+            with world.vote(type(self).__name__):
+                check_shareable(own)
+            if slept:
+                await own.handle.wake("weights")  # the KV cache stays as it is
+                replicas = await self._introduce()
+            replaced = "has thrown its weights away (sleep at level 2)" if slept > 1 else ""
+            if own.state.kind != "nothing":
+                replaced = f"holds {own.state}"
             writer = await planner.base(replicas)
-            await self._sequence.tell(replicas[0], "lend", digest=writer.digest)
-            lent = LENT.pop(replicas[0].workers[0].name)
-            self.sharing = Sharing(model, writer, lent, self._weights.rounding)
+            await self._sequence.tell(own, "lend", digest=writer.digest)
+            lent = LENT.pop(own.workers[0].name)
+            with world.vote(type(self).__name__):
+                self.sharing = Sharing(model, writer, lent, self._weights.rounding, replaced=replaced)
+                self._guard(own.handle, self.sharing)
+        except BaseException:
+            sharing, self.sharing = self.sharing, None
+            if sharing is not None:
+                sharing.close()
+            if lent is not None:
+                lent.loan.end()
+            if slept:
+                await own.handle.sleep(slept)
+            raise
         finally:
             planner.release()
             await self._let_go()
+
+    def _guard(self, control: Control, sharing: Sharing) -> None:
+        """Refuse, as long as a trainer shares the engine's weights, what would take them from it."""
 
     async def _push(self, mode: str | None, verify: bool) -> SyncReport:
         if mode is None:

@@ -79,11 +79,16 @@ class Release:
             "switches it off)"
         )
 
-    def announce_training(self) -> None:
-        """Log one line, on the first rank: the policy is trained on its merged weights."""
+    def announce_training(self, share: bool = False) -> None:
+        """Log one line, on the first rank: the policy is trained on its merged weights.
+
+        Args:
+            share: whether these lie in the engine.
+        """
+        how = "in the engine's memory" if share else f"{SWITCH}_TRAIN=adapters: as PEFT computes"
         _say(
             f"trains the policy of {self.trainer} {self.installed} on its merged weights: forward and backward compute "
-            f"with what is pushed ({SWITCH}_TRAIN=adapters: as PEFT computes)"
+            f"with what is pushed ({how})"
         )
 
     def nothing(self, why: str) -> None:

@@ -24,9 +24,9 @@ def metrics(report: SyncReport) -> dict[str, float]:
     """Return a report as numbers for a trainer's logger (W&B and TensorBoard take no text), under `lora_merge/`.
 
     Returns:
-        version, merged (1 in merged mode, 0 in adapter mode), megabytes (10^6), tensors, seconds (all of the push),
-        seconds_<phase> for each phase, and coverage where it is known: the share of the engine's elements that the
-        last full push wrote.
+        version, merged (1 in merged mode, 0 in adapter mode), megabytes (10^6), shared_megabytes where weights are held
+        once, tensors, seconds (all of the push), seconds_<phase> for each phase, and coverage where it is known: the
+        share of the engine's elements that the last full push wrote.
     """
     found = {
         "version": float(report.version),
@@ -36,6 +36,8 @@ def metrics(report: SyncReport) -> dict[str, float]:
         "seconds": sum(report.seconds.values()),
     }
     found |= {f"seconds_{phase}": spent for phase, spent in report.seconds.items()}
+    if report.shared:
+        found["shared_megabytes"] = report.shared / 1e6
     if report.coverage is not None:
         found["coverage"] = report.coverage
     return {PREFIX + name: value for name, value in found.items()}

@@ -29,6 +29,8 @@ class Options:
             LORA_MERGE_VERIFY.
         train: what the trainer's forward computes with: "adapters", as PEFT does, or "merged", the weights that are
             pushed (`train_merged`). LORA_MERGE_TRAIN.
+        share: whether trainer and engine hold the weights once, as `VllmSync(share=True)`; train is "merged" then.
+            LORA_MERGE_SHARE.
 
     Raises:
         InvalidInput: a value that is none of these.
@@ -39,6 +41,7 @@ class Options:
     check: float | None = None
     verify: bool = False
     train: Train = "adapters"
+    share: bool = False
 
     def __post_init__(self) -> None:
         given = (("mode", self.mode, Mode), ("rounding", self.rounding, Rounding), ("train", self.train, Train))
@@ -46,6 +49,12 @@ class Options:
             check_choice(name, value, known, f" (or {SWITCH}_{name.upper()})")
         if self.check is not None and not 0 < self.check < 1:
             raise InvalidInput(f"check must lie between 0 and 1, got {self.check} (or {SWITCH}_CHECK)")
+        if self.share:
+            object.__setattr__(self, "train", "merged")
+        if self.share and self.mode != "merged":
+            raise InvalidInput(
+                f"share=True shares merged weights, got mode={self.mode!r} ({SWITCH}_SHARE, {SWITCH}_MODE)"
+            )
         if self.train == "merged" and self.mode != "merged":
             raise InvalidInput(
                 "train='merged' trains the policy that mode='merged' serves, got "
@@ -53,13 +62,22 @@ class Options:
             )
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None, *, trains: bool = False) -> Options:
-        """Read LORA_MERGE_MODE, LORA_MERGE_ROUNDING, LORA_MERGE_CHECK, LORA_MERGE_VERIFY and LORA_MERGE_TRAIN.
+    def from_environment(
+        cls, environment: Mapping[str, str] | None = None, *, trains: bool = False, shares: bool = False
+    ) -> Options:
+        """Read LORA_MERGE_MODE, LORA_MERGE_ROUNDING, LORA_MERGE_CHECK, LORA_MERGE_VERIFY, LORA_MERGE_TRAIN and
+        LORA_MERGE_SHARE.
 
         Args:
             trains: whether the integration can train on merged weights; else asking for that is an error.
+            shares: the same of sharing the weights.
         """
         found = os.environ if environment is None else environment
+        if shares_weights(found) and not shares:
+            raise InvalidInput(
+                f"{SWITCH}_SHARE=1 is for TRL and ms-swift, and not with Megatron: leave it out, or pass share=True to "
+                "VllmSync in a script of your own"
+            )
         if trains_merged(found) and not trains:
             raise InvalidInput(
                 f"{SWITCH}_TRAIN=merged is for TRL, ms-swift, verl and Transformers, and not with Megatron: leave it "
@@ -71,13 +89,19 @@ class Options:
             "train": found.get(f"{SWITCH}_TRAIN", "adapters"),
         }
         check, verify = (found.get(f"{SWITCH}_{name}", "") for name in ("CHECK", "VERIFY"))
-        return cls(**named, check=_bound(check), verify=_flag(f"{SWITCH}_VERIFY", verify))
+        return cls(**named, check=_bound(check), verify=_flag(f"{SWITCH}_VERIFY", verify), share=shares_weights(found))
 
 
 def trains_merged(environment: Mapping[str, str] | None = None) -> bool:
     """Return True if LORA_MERGE_TRAIN=merged is set."""
     found = os.environ if environment is None else environment
     return found.get(f"{SWITCH}_TRAIN") == "merged"
+
+
+def shares_weights(environment: Mapping[str, str] | None = None) -> bool:
+    """Return True if LORA_MERGE_SHARE=1 is set."""
+    found = os.environ if environment is None else environment
+    return _flag(f"{SWITCH}_SHARE", found.get(f"{SWITCH}_SHARE", ""))
 
 
 def switched_on(environment: Mapping[str, str] | None = None) -> bool:

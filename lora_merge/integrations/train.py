@@ -76,3 +76,22 @@ class TrainsMerged(TrainerCallback):
         training, self.training = self.training, None
         if training is not None:
             training.close()
+
+
+class TrainsShared(TrainsMerged):
+    """The same for a model that shares its weights with an engine: it trains on merged weights as long as it does, and
+    its base is back when `train` has ended.
+
+    Args:
+        training: of the `Sharing`.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Nothing: it has begun."""
+
+    def close(self) -> None:
+        """Bring the base back until the next forward."""
+        self.pause()

@@ -179,7 +179,7 @@ def only_norms(s: Segment) -> bool:
     source, destination = s.source, s.destination
     if not isinstance(source, Packed) or not isinstance(destination, Packed) or s.row_scale is None:
         return False
-    return _same_view(source, destination) and source.place == destination.place
+    return same_view(source, destination) and source.place == destination.place
 
 
 def _check_copy(s: Segment) -> None:
@@ -220,7 +220,7 @@ def check_overlaps(segments: Sequence[Segment]) -> None:
             continue
         if not isinstance(s.destination, Packed):
             spans.add(index, s.destination, write=True)
-        if isinstance(s.source, Packed) or not _same_view(s.source, s.destination):
+        if isinstance(s.source, Packed) or not same_view(s.source, s.destination):
             for tensor in memory(s.source):
                 spans.add(index, tensor, write=False)
         for factor in (s.lora_A, s.lora_B, s.row_scale):
@@ -259,8 +259,10 @@ def overlapping(tensors: Sequence[Tensor], written: Sequence[bool]) -> tuple[int
     return (one, other) if one_writes else (other, one)
 
 
-def _same_view(x: Tensor, y: Tensor) -> bool:
-    return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride() and x.dtype == y.dtype
+def same_view(x: Tensor, y: Tensor) -> bool:
+    """Return True if two views are the same elements in the same order."""
+    same = x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.dtype == y.dtype
+    return same and all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), y.stride(), strict=True))
 
 
 class _Spans:

@@ -79,8 +79,27 @@ class Acting:
         """The DoRA adapter that acts, which does so alone."""
         return next((adapter for adapter in self.adapters if _is_dora(self.layer, adapter)), None)
 
-    def attach(self, y: Tensor, x: Tensor, ready: Ready) -> Tensor:
-        """Return the layer's output, with the way back to the parameters of the adapters."""
+    def attach_to_input(self, x: Tensor) -> tuple[Tensor, list[straight.Held]]:
+        """Return the layer's input, with the way back to the parameters of the adapters, and what `attach` then wants.
+        Nothing where the way back has to begin at the output."""
+        plain = path_of(type(self.layer)) == _LINEAR and self.rows is None and x.requires_grad
+        halves = [_halves(self.layer, adapter) for adapter in self.adapters] if plain else []
+        if not all(_is_at_hand(half) for pair in halves for half in pair):
+            return x, []
+        held = [straight.Held() for _ in halves]
+        for one, scaling, (lora_A, lora_B) in zip(held, self.scalings, halves, strict=False):
+            x = straight.Input.apply(one, x, lora_A.weight, lora_B.weight, lora_B.bias, scaling)
+        return x, held
+
+    def attach(self, y: Tensor, x: Tensor, ready: Ready, held: Sequence[straight.Held] = ()) -> Tensor:
+        """Return the layer's output, with the way back to the parameters of the adapters.
+
+        Args:
+            y, x: output and input.
+            held: of `attach_to_input`, which `x` comes from then.
+        """
+        if held:
+            return straight.Output.apply(y, held, ready)
         way = _WAYS[path_of(type(self.layer))]
         for adapter, scaling in zip(self.adapters, self.scalings, strict=True):
             y = way(self, adapter, scaling, y, x, ready)
@@ -97,6 +116,11 @@ class Acting:
             lora_A, lora_B = _halves(self.layer, adapter)
             y = tensor_parallel.Linear.apply(y, x, lora_A.weight, lora_B.weight, scaling, ready)
         return y
+
+
+def _is_at_hand(half: Any) -> bool:
+    """Return True if the whole parameters of a lora_A or lora_B are there before the layer is called."""
+    return type(half) is nn.Linear and type(half.weight) is nn.Parameter and not gathered.is_gathered(half)
 
 
 def _linear(acting: Acting, adapter: str, scaling: float, y: Tensor, x: Tensor, ready: Ready) -> Tensor:

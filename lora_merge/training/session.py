@@ -27,6 +27,7 @@ from .check import acting_layers, check_trainable, tops
 from .dora import with_rows, zero_rows
 from .experts import Holders
 from .layers import Acting, layers_of
+from .straight import Held
 from .values import Values
 
 _VERSION = attrgetter("_version")
@@ -111,6 +112,7 @@ class Training:
         self._layers: dict[nn.Module, Acting] = {}
         self._guards: list[tuple[Sequence[nn.Module], Iterable[str]]] = []
         self._hooked: set[int] = set()
+        self._held: dict[nn.Module, Sequence[Held]] = {}
         self._holders = Holders(self._standing)
         self._outermost: nn.Module | None = None
         self._raised = self._sharded = False
@@ -292,7 +294,8 @@ class Training:
             if id(layer) not in self._hooked:
                 self._hooked.add(id(layer))
                 note_training(layer, self)
-                self._hooks.append(layer.register_forward_pre_hook(self._before_layer, prepend=True))
+                before = layer.register_forward_pre_hook(self._before_layer, prepend=True, with_kwargs=True)
+                self._hooks.append(before)
                 # Before what FSDP and ZeRO-3 do after a forward: they let go of the adapters' parameters.
                 after = layer.register_forward_hook(self._after_layer, prepend=True, with_kwargs=True)
                 self._hooks.append(after)
@@ -352,20 +355,28 @@ class Training:
         """Return True inside a `merged` block of the user's, which leaves nothing to do here."""
         return self._merged is None and any(vars(layer).get("merged_adapters") for layer in self._layers)
 
-    def _before_layer(self, layer: nn.Module, args: Any) -> None:
-        """Merge where a part of the model is called by itself, after a change that no forward of the whole has seen."""
-        within = self._closed or self._busy or self._outermost is not None
-        if torch.compiler.is_compiling() or within or self._elsewhere():
-            return
-        now = self._merged
-        if now is None or now.may_be_written:
-            self._refresh()
+    def _before_layer(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Merge where a part of the model is called by itself, after a change that no forward of the whole has seen.
+        Then begin the way back to the adapters where it can begin at the layer's input."""
+        if torch.compiler.is_compiling() or self._closed:
+            return None
+        self._held.pop(layer, None)
+        if not self._busy and self._outermost is None and not self._elsewhere():
+            now = self._merged
+            # What gradient checkpointing calls again in a backward pass is to be what it was.
+            if now is None or (not _in_backward() and now.may_be_written):
+                self._refresh()
+        if self._merged is None or not torch.is_grad_enabled() or self._layers[layer].cut or not args:
+            return None
+        x, self._held[layer] = self._layers[layer].attach_to_input(args[0])
+        return (x, *args[1:]), kwargs
 
     def _after_layer(self, layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
         """Give the adapters of a layer their gradients."""
         if self._merged is None or not torch.is_grad_enabled() or self._layers[layer].cut:
             return None
-        return self._layers[layer].attach(output, args[0] if args else next(iter(kwargs.values())), self._ready())
+        held = () if torch.compiler.is_compiling() else self._held.pop(layer, ())
+        return self._layers[layer].attach(output, args[0] if args else next(iter(kwargs.values())), self._ready(), held)
 
     def _after_base(self, layer: nn.Module, base: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
         """Give the adapters of a layer whose base tensor parallelism has cut their gradients."""
@@ -408,6 +419,12 @@ def _state(layers: dict[nn.Module, Acting]) -> tuple[Any, ...]:
     """Return what tells one state of the adapters from another."""
     facts: list[Any] = [(id(layer), found.adapters, found.scalings) for layer, found in layers.items()]
     return *facts, *((id(p), p._version) for found in layers.values() for p in found.parameters)
+
+
+def _in_backward() -> bool:
+    """Return True if this thread runs a backward pass."""
+    found: int = torch._C._current_graph_task_id()
+    return found != -1
 
 
 def _nothing() -> None:

@@ -84,15 +84,74 @@ class Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.ready()
         x, lora_A, lora_B = ctx.saved_tensors
-        inputs, gradient = _matrix(x), _matrix(dy)
-        _, _, wants_A, wants_B, wants_bias, *_ = ctx.needs_input_grad
-        with _exact(dy):
-            scaled = _scaled(lora_B, ctx.rows)
-            dA, dB = factor_gradients(inputs, gradient, lora_A, scaled, (wants_A, wants_B))
-            dA = None if dA is None else dA.mul_(ctx.scaling)
-            dB = None if dB is None else _scaled(dB, ctx.rows).mul_(ctx.scaling)
-            dbias = gradient.sum(0, dtype=lora_B.dtype).mul_(ctx.scaling) if wants_bias else None
-        return dy, None, dA, dB, dbias, None, None, None
+        gradients = _of_linear(dy, x, lora_A, lora_B, ctx.scaling, ctx.rows, ctx.needs_input_grad[2:5])
+        return dy, None, *gradients, None, None, None
+
+
+class Held:
+    """The gradient of a layer's output, on its way from `Output` to `Input`."""
+
+    dy: Tensor | None = None
+
+
+class Input(torch.autograd.Function):
+    """Pass the input of a linear layer on, and give lora_A and lora_B their gradients once the layer's output and its
+    input have theirs. With `Output` it does what `Linear` does; but what it keeps is known before the layer computes,
+    so that the forward that gradient checkpointing repeats ends before the last layer's product.
+
+    Args (of `apply`):
+        held: the same as `Output` has.
+        x, lora_A, lora_B, bias, scaling: as of `Linear`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, held: Held, x: Tensor, lora_A: Tensor, lora_B: Tensor, bias: Tensor | None, scaling: float
+    ) -> Tensor:
+        ctx.save_for_backward(x, lora_A, lora_B)
+        ctx.held, ctx.scaling = held, scaling
+        return _passed(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
+        dy, ctx.held.dy = ctx.held.dy, None
+        assert dy is not None
+        x, lora_A, lora_B = ctx.saved_tensors
+        return None, dx, *_of_linear(dy, x, lora_A, lora_B, ctx.scaling, None, ctx.needs_input_grad[2:5]), None
+
+
+class Output(torch.autograd.Function):
+    """Pass `y` on, and hold its gradient for `Input`.
+
+    Args (of `apply`):
+        held: as many as there are adapters.
+        y, ready: as of `Linear`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, held: Sequence[Held], ready: Callable[[], object]) -> Tensor:
+        ctx.held, ctx.ready = held, ready
+        return _passed(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.ready()
+        for one in ctx.held:
+            one.dy = dy
+        return dy, None, None
+
+
+def _of_linear(
+    dy: Tensor, x: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float, rows: Rows | None, wants: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of lora_A, lora_B and lora_B's bias; None for those that are not wanted."""
+    inputs, gradient = _matrix(x), _matrix(dy)
+    with _exact(dy):
+        dA, dB = factor_gradients(inputs, gradient, lora_A, _scaled(lora_B, rows), (wants[0], wants[1]))
+        dA = None if dA is None else dA.mul_(scaling)
+        dB = None if dB is None else _scaled(dB, rows).mul_(scaling)
+        dbias = gradient.sum(0, dtype=lora_B.dtype).mul_(scaling) if wants[2] else None
+    return dA, dB, dbias
 
 
 class Embedding(torch.autograd.Function):

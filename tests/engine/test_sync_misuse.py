@@ -66,3 +66,8 @@ def test_a_block_that_has_to_be_awaited(monkeypatch: pytest.MonkeyPatch) -> None
 def test_words_that_are_none(option: str) -> None:
     with pytest.raises(InvalidInput, match=f"^{option} must be .*got 'other'"):
         SglangSync(models.with_lora(models.qwen2), "http://127.0.0.1:9", **{option: "other"})
+
+
+def test_sglang_shares_no_weights() -> None:
+    with pytest.raises(InvalidInput, match="share=True: SGLang's schedulers, which hold its weights, run in processes"):
+        SglangSync(models.with_lora(models.qwen2), "http://127.0.0.1:9", share=True)

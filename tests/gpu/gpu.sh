@@ -8,8 +8,8 @@
 # tests/gpu/gpu.sh OUT figures; `tests` uses all that it sees (TESTS: which ones; DEADLINE: seconds). The machine needs torch,
 # nvcc, pytest with its timeouts, hypothesis, peft and transformers; it reaches no registry. quantised needs bitsandbytes,
 # zero3 DeepSpeed and two GPUs; rollout, rollout-experts, grpo, fidelity, sync, timeline, quantised-engines (verl, too), fsdp-x2
-# (two GPUs) and fsdp-x4 (four) need vLLM (0.26 for torch 2.11), step and step-x2 TRL, too:
-# an engine for each of four ways, and as many starts, which take most of the time; sglang and sglang-x2 (two GPUs) need
+# (two GPUs) and fsdp-x4 (four) need vLLM (0.26 for torch 2.11), step, step-x2 and one-copy TRL, too:
+# an engine for each of five ways, and as many starts, which take most of the time; sglang and sglang-x2 (two GPUs) need
 # SGLang (0.5.17 for torch 2.11; FlashInfer is not needed). Each step should stay below ten minutes (estimated); its record
 # is written after every way.
 set -uo pipefail
@@ -94,6 +94,9 @@ for step in $steps; do
     step) bench step-$card step --shape qwen2.5-7b --steps 3 --completions 48 --plot "$out/step-$card.png" ;;
     step-x2) bench step-$card-x2 step --shape qwen2.5-7b --ranks 2 --steps 3 --completions 48 \
       --plot "$out/step-$card-x2.png" ;;
+    one-copy) # trainer and engine with one copy of 7B: memory and pushes; then GRPO within 24 GiB, a start a way
+      bench one-copy-$card one_copy --parts memory
+      bench one-copy-24-$card one_copy --parts grpo ;;
     train) bench train-$card train --plot "$out/train-$card.png" ;;
     fidelity) bench fidelity-$card fidelity --engine --plot "$out/fidelity-$card.png" ;;
     grpo) bench grpo-gpu grpo --device cuda --seeds 3 --deadline 500 --plot "$out/grpo.png" ;;

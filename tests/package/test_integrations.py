@@ -30,6 +30,9 @@ def test_options_come_from_the_environment() -> None:
     assert Options.from_environment({"LORA_MERGE_TRAIN": "merged"}, trains=True).train == "merged"
     with pytest.raises(InvalidInput, match="train='merged' trains the policy"):
         Options(mode="adapter", train="merged")
+    with pytest.raises(InvalidInput, match="LORA_MERGE_SHARE=1 is for TRL and ms-swift"):
+        Options.from_environment({"LORA_MERGE_SHARE": "1"}, trains=True)
+    assert Options.from_environment({"LORA_MERGE_SHARE": "1"}, trains=True, shares=True).train == "merged"
     names = {"LORA_MERGE_MODE": "adapter", "LORA_MERGE_ROUNDING": "stochastic"}
     found = Options.from_environment(names | {"LORA_MERGE_CHECK": "0.05", "LORA_MERGE_VERIFY": "True"})
     assert found == Options("adapter", "stochastic", 0.05, True)

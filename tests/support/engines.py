@@ -155,6 +155,49 @@ CLIENT_THREADS = ("EngineCoreOutputQueueThread", "MPClientEngineMonitor")
 """Of vLLM's client of an engine in another process: those that use its sockets."""
 
 
+def plain_layout(patch: pytest.MonkeyPatch) -> None:
+    """Linear layers of vLLM on a CPU keep their weights as they were loaded, as on a GPU; see shared_weights.py, which
+    does it for processes of their own."""
+    from vllm.model_executor.layers import utils
+
+    from lora_merge.engine.vllm.loading.loader import Loader
+
+    def plain(layer: nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = nn.functional.linear  # type: ignore[assignment]
+
+    patch.setattr(utils, "dispatch_cpu_unquantized_gemm", plain)
+    patch.setattr(Loader, "_laid_anew", lambda self: [])
+
+
+class Sleeping:
+    """Stands in for sleep mode, which vLLM does not have on CPUs: an engine notes who sleeps, and no memory is freed.
+
+    Args:
+        llm: an `LLM` in this process, or its `LLMEngine`.
+
+    Attributes:
+        calls: of the worker's methods that free and map memory.
+    """
+
+    def __init__(self, llm: Any, patch: pytest.MonkeyPatch) -> None:
+        from lora_merge.engine.vllm import cache_sleep
+
+        engine: Any = getattr(llm, "llm_engine", llm)
+        core = engine.engine_core
+        executor = core.engine_core.model_executor
+        call, self.calls, self.tags = executor.collective_rpc, list[str](), executor.sleeping_tags
+
+        def told(method: Any, *args: Any, **kwargs: Any) -> Any:
+            if method not in ("sleep", "discard", "wake_up"):
+                return call(method, *args, **kwargs)
+            self.calls.append(method)
+            return None
+
+        patch.setattr(engine.vllm_config.model_config, "enable_sleep_mode", True)
+        patch.setattr(executor, "collective_rpc", told)
+        patch.setattr(cache_sleep, "cache_asleep", lambda: "kv_cache" in self.tags)
+
+
 @contextmanager
 def engine(model: nn.Module, folder: Path, *, processes: bool = False, **options: Any) -> Iterator[LLM]:
     """A vLLM engine of the model's architecture, with random weights unless `options` say otherwise.

@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from engines import ask
 from torch import nn
 from vllm import LLM
 
-from lora_merge import PushFailed, VllmSync
+from lora_merge import InvalidInput, PushFailed, VllmSync
 from lora_merge.engine.vllm.loading.loader import Loader
 from tests.shards.test_shards_merge import device
 
@@ -62,10 +64,24 @@ def colocated(
     policy = models.with_lora(engines.qwen2, **build).to(device())
     engines.save_base(policy.get_base_model(), folder / f"base{rank}")
     dist.barrier()
+    shares = wrap is ddp and tp == 1 and not options
+    if shares:  # for all of the process
+        engines.plain_layout(pytest.MonkeyPatch())
     chosen = engines.engine_options(policy) | LAUNCHED | {"enable_lora": True, "max_lora_rank": 8} | (options or {})
     llm = LLM(str(folder / "base0"), **chosen | {"tensor_parallel_size": tp})
     kept.append(llm)
     model = wrap(models.with_lora(engines.qwen2, **build).to(device()))
+    if shares:
+        try:
+            share(rank, model, llm)
+        except BaseException:
+            import traceback
+
+            open(f"/tmp/share46_rank{rank}.txt", "w").write(traceback.format_exc())
+            raise
+    elif wrap is not plain and not options:
+        with pytest.raises(InvalidInput, match=r"share=True: the trainer's weights are sharded"):
+            VllmSync(model, llm, share=True)
     # The handle that TRL has, and the one that ms-swift has.
     sync = VllmSync(model, llm if rank else llm.llm_engine, bucket_bytes=1 << 17)
 
@@ -87,6 +103,39 @@ def colocated(
     sync.push()
     check()
     sync.close()
+
+
+def share(rank: int, model: Any, llm: LLM) -> None:
+    """Each rank's weights lie in its own engine, or no rank's do."""
+
+    def scale(served: nn.Module, by: float) -> None:
+        next(served.parameters()).data.mul_(by)
+
+    base = {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" not in name}
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
+    if rank == 1:
+        llm.apply_model(partial(scale, by=2))
+    with pytest.raises(InvalidInput, match="the engine holds other values" if rank else "rank 1 failed"):
+        VllmSync(model, llm, share=True)
+    theirs = {p.untyped_storage().data_ptr() for p in llm.apply_model(lambda served: list(served.parameters()))[0]}
+    assert theirs.isdisjoint(p.untyped_storage().data_ptr() for p in model.parameters())
+    if rank == 1:
+        llm.apply_model(partial(scale, by=0.5))
+    tokens = torch.tensor(engines.prompts()[rank : rank + 1])
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2, fused=True)
+    with closing(VllmSync(model, llm, share=True)) as sync:
+        for _ in range(3):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            report = sync.push()
+            assert (report.nbytes, report.shared) == (0, sum(t.nbytes for t in base.values()))
+            engines.assert_answers(ask(llm), model)
+    for name, parameter in model.named_parameters():
+        if name in base:
+            assert torch.equal(parameter, base[name])
+        else:
+            parameter.data = before[name]
 
 
 def train_alike(model: nn.Module, step: int) -> None:

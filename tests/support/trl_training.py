@@ -144,8 +144,12 @@ kept: list[Any] = []
 
 
 @contextmanager
-def one_engine() -> Iterator[None]:
-    """TRL starts one engine inside, which takes adapters, computes in float32 and is ended afterwards."""
+def one_engine(plain: bool = False) -> Iterator[None]:
+    """TRL starts one engine inside, which takes adapters, computes in float32 and is ended afterwards.
+
+    Args:
+        plain: whether its weights keep the layout of a GPU's.
+    """
     import trl.generation.vllm_generation
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
@@ -153,6 +157,8 @@ def one_engine() -> Iterator[None]:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         for name in [name for name in os.environ if name.startswith("LORA_MERGE")]:
             patch.delenv(name)
+        if plain:
+            engines.plain_layout(patch)
         start = trl.generation.vllm_generation.LLM
         chosen = {"dtype": "float32", "enforce_eager": True, "enable_lora": True, "max_lora_rank": 32}
         chosen |= {"max_num_seqs": 32, "tensor_parallel_size": 1, "quantization": None}

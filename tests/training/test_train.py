@@ -332,6 +332,20 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
         assert training.merges == 1
 
 
+def test_checkpointing_computes_the_last_product_once() -> None:
+    """What adapters keep for their gradients is known before it, as what the base keeps is."""
+    model: Any = MODELS["linear"]()
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    computed: list[Tensor] = []
+    last = model.get_base_model().model.layers[-1].mlp.down_proj.base_layer
+    last.register_forward_hook(lambda layer, args, y: computed.append(y.detach()))
+    with train_merged(model):
+        loss_of(model).backward()
+    assert len(computed) == 1
+
+
 def test_adapters_that_change_otherwise() -> None:
     """Scalings, the active adapter, loaded values, parts of the model that are called by themselves."""
     model = two_adapters()

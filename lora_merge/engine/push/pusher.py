@@ -83,20 +83,24 @@ class Pusher:
         introduced = await hello(self._trainer)
         return [Replica(index, None, workers).state for index, workers in enumerate(introduced)]
 
-    def close(self) -> None:
+    def close(self, *, meta: bool = False) -> None:
         """Free buffers and mapped memory, first those of the workers. Collective. No push is possible after it.
 
             sync.close()
 
-        For an `AsyncLLM` await `aclose`.
-        """
-        drive(self.aclose())
+        For an `AsyncLLM` await `aclose`. With `share=True` the base comes back bit for bit, and the model gets memory
+        of its own; the engine is dirty until another push.
 
-    async def aclose(self) -> None:
+        Args:
+            meta: leave parameters that were shared on meta instead, without values, where there is no memory for them.
+        """
+        drive(self.aclose(meta=meta))
+
+    async def aclose(self, *, meta: bool = False) -> None:
         """Free buffers and mapped memory, in the event loop of an `AsyncLLM`; see `close`."""
         self._closed = True
         if self.sharing is not None:
-            self.sharing.close()
+            self.sharing.close(meta)
         if self._held:
             await self._let_go()
         await self._trainer.close()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,165 +20,307 @@ from torch import Tensor, nn
 from ...choices import Merge, Mode, Rounding
 from ...errors import InvalidInput, PushRefused
 from ...kernels.segments import raw
-from ...names import named_tensors
+from ...shards.layout import Layout
 from ...stream.bucket_writer import BucketWriter
-from ...stream.direct_targets import DirectTargets
+from ...training.layers import layers_of
 from ...training.session import Training
 from ..control.base import Control
 from ..transport.lent import Lent
+from .places import Apart, Place, places
 from .replica import Replica
 
 IN_TRAINING = (
     "its weights are those of a trainer that shares them, and that trains; push() brings them into a known state"
 )
+_CHUNK = 1 << 26
+"""Bytes that are compared at once where trainer and engine are on different devices."""
+_HALVES = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 
 
-class Place(NamedTuple):
-    """Where a parameter of the trainer's may lie in the engine.
+class _Held(NamedTuple):
+    """A parameter that lies in the engine.
 
     Args:
-        name: of the tensor of the stream.
-        owner, attribute: of the parameter.
-        view: of the engine's memory, laid out as the parameter.
+        parameter: the trainer's, since.
+        before: the parameter that it replaced, on meta; else None.
+        data: what the parameter held before, until all is laid.
     """
 
-    name: str
-    owner: nn.Module
-    attribute: str
-    view: Tensor
+    place: Place
+    parameter: Tensor
+    before: Tensor | None
+    data: Tensor | None
 
 
 class Sharing:
     """A model whose base weights lie in an engine of this process, and which is trained on its merged weights there.
 
     Args:
-        model: a PEFT model.
+        model: a PEFT model; its base on the engine's device, on another one, or on meta. All that is not shared moves
+            to the engine's device. Adapters on meta are made as PEFT makes them.
         writer: the stream of its base, as it fits the engine.
         lent: what the engine's worker lends of it.
         rounding: of merged weights.
+        replaced: what the engine holds instead of the weights that it started with, in words that follow its name: it
+            gets the trainer's. "": it holds those, which have to be the trainer's.
 
     Attributes:
         shared: bytes that both hold once.
         apart: bytes that the trainer holds by itself, by the reason.
+        ends: called, last first, when the sharing ends.
 
     Raises:
-        InvalidInput: the engine holds other weights than the trainer, or none of them can be shared. Nothing was
-            changed.
+        InvalidInput: the engine holds other weights than the trainer, or none of them can be shared. The model is as
+            it was.
     """
 
-    def __init__(self, model: nn.Module, writer: BucketWriter, lent: Lent, rounding: Rounding) -> None:
+    def __init__(
+        self, model: nn.Module, writer: BucketWriter, lent: Lent, rounding: Rounding, *, replaced: str = ""
+    ) -> None:
         self.apart: Counter[str] = Counter()
-        places = list(self._places(model, writer, lent.targets))
-        if not places:
-            reasons = "; ".join(f"{why} ({nbytes / 1e6:.1f} MB)" for why, nbytes in self.apart.items())
-            raise InvalidInput(f"share=True: the engine keeps no weight as the trainer has it: {reasons}")
-        for place in places:
-            self._compare(place)
-        self.training = Training(model, rounding)
-        self._held = [(place.owner._parameters[place.attribute], place) for place in places]
-        self.shared = sum(place.view.nbytes for place in places)
-        for parameter, place in self._held:
-            assert parameter is not None
-            parameter.data = place.view
+        self.ends = ExitStack()
+        apart: dict[int, Apart] = {}
+        found = list(places(model, writer, lent.targets, apart))
+        for nbytes, why in apart.values():
+            self.apart[why] += nbytes
+        if not found:
+            raise InvalidInput(f"share=True: the engine keeps no weight as the trainer has it: {self._reasons}")
+        _check_values(model, found, apart, replaced)
+        if replaced:
+            lent.loan.overwritten(IN_TRAINING)
+        for place in found:
+            (_write if replaced else _compare)(place)
+        self._held: list[_Held] = []
+        try:
+            self._held += map(_lay, found)
+            _bring(model, found)
+            self.training = Training(model, rounding)
+        except BaseException:
+            lent.loan.end()
+            for held in self._held:
+                _put_back(held)
+            raise
+        self._held = [held._replace(data=None) for held in self._held]
         # Of an engine that is dirty already it says nothing new.
-        self.training.before_write = partial(lent.overwritten, IN_TRAINING)
+        self._loan, self._returns = lent.loan, not replaced and not self.apart
+        self.training.before_write = partial(lent.loan.overwritten, IN_TRAINING)
 
-    def _places(self, model: nn.Module, writer: BucketWriter, targets: DirectTargets) -> Iterator[Place]:
-        entries = {entry.sources: entry for entry in writer.entries.values() if len(entry.sources) == 1}
-        seen: set[int] = set()
-        for name, owner, attribute, tensor in named_tensors(model):
-            if id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
-            entry = entries.get((name,))
-            view: Tensor | None = None
-            if attribute in owner._buffers:
-                why = "buffers"
-            elif tensor.requires_grad:
-                why = "trained by itself"
-            elif entry is None or entry.window is None or entry.window.box != _whole(tensor):
-                why = "converted on its way"
-            else:
-                view, why = _view(entry.meta.name, entry.meta.shape, tensor.dtype, targets)
-            if view is None:
-                self.apart[why] += tensor.nbytes
-                continue
-            assert entry is not None
-            assert entry.window is not None
-            view = entry.window.unfold(view)
-            if view.device != tensor.device or (view.ndim > 1 and view.stride(-1) != 1):
-                self.apart["on another device, or laid out by columns"] += tensor.nbytes
-                continue
-            yield Place(entry.meta.name, owner, attribute, view)
+    @property
+    def shared(self) -> int:
+        """Bytes that both hold once: of parameters that have neither been moved nor replaced since."""
+        return sum(held.place.view.nbytes for held in self._held if _stands(held))
 
-    def _compare(self, place: Place) -> None:
-        tensor = place.owner._parameters[place.attribute]
-        assert tensor is not None
-        if not torch.equal(raw(tensor.detach()), raw(place.view)):
+    def close(self, meta: bool = False) -> None:
+        """Give the trainer memory of its own, with the base in it. May be called again, and goes on where it failed.
+
+        Args:
+            meta: leave the parameters on meta instead, without values.
+        """
+        self.training.close()
+        while self._held:
+            held = self._held[-1]
+            if _stands(held):
+                _end(held, meta)
+            self._held.pop()
+        self._loan.end(self._returns)
+        self.ends.close()
+
+    @property
+    def _reasons(self) -> str:
+        return ", ".join(f"{nbytes / 1e6:.1f} MB {why}" for why, nbytes in self.apart.items()) or "nothing"
+
+    def __str__(self) -> str:
+        return f"{self.shared / 1e6:.1f} MB shared with the engine; by itself: {self._reasons}"
+
+
+# Before anything is changed
+
+
+def _check_values(model: nn.Module, found: Sequence[Place], apart: Mapping[int, Apart], replaced: str) -> None:
+    """Raise `InvalidInput` if a tensor on meta would have no values when all is laid."""
+    shared = {id(place.parameter) for place in found}
+    adapters = {id(p) for _, container in _made_anew(model) for p in container.parameters()}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not tensor.is_meta or id(tensor) in adapters:
+            continue
+        if id(tensor) not in shared:
+            why = apart[id(tensor)].why if id(tensor) in apart else "no checkpoint has it"
+            raise InvalidInput(
+                f"share=True: {name} is on meta, and the engine does not keep it as the trainer has it ({why}): load "
+                "it first. (accelerate.init_empty_weights() makes parameters on meta, and buffers with their values; "
+                "call the model's tie_weights() after it.)"
+            )
+        if replaced:
+            raise InvalidInput(
+                f"share=True: {name} is on meta, to take what the engine has, which {replaced} and not what it started "
+                "with: load the model, or start the engine anew"
+            )
+    for _, container in _made_anew(model):
+        for name in container.keys():  # noqa: SIM118 - PEFT's containers
+            init = _init_of(model, name)
+            if not isinstance(init, bool) and init != "gaussian":
+                raise InvalidInput(
+                    f"share=True: adapter '{name}' is on meta, and init_lora_weights={init!r} makes it of the base's "
+                    "values: pass True or 'gaussian', or make the adapter on a base that is loaded"
+                )
+
+
+def _compare(place: Place) -> None:
+    tensor = place.parameter
+    assert tensor is not None
+    if tensor.is_meta:  # it takes what the engine has
+        return
+    for mine, theirs in _chunks(tensor.detach(), place.view):
+        if not torch.equal(raw(mine.to(theirs.device)), raw(theirs)):
             raise InvalidInput(
                 f"share=True: {place.name}: the engine holds other values than the trainer's base. Start it on the "
                 "checkpoint that the trainer was loaded from, in the same dtype, without load_format='dummy'"
             )
 
-    def close(self) -> None:
-        """Give the trainer memory of its own, with the base in it."""
-        self.training.close()
-        for parameter, place in self._held:
-            if parameter is not None and parameter.data_ptr() == place.view.data_ptr():
-                parameter.data = place.view.clone()
-        self._held = []
 
-    def __str__(self) -> str:
-        apart = ", ".join(f"{why} {nbytes / 1e6:.1f} MB" for why, nbytes in self.apart.items())
-        return f"{self.shared / 1e6:.1f} MB shared with the engine; by itself: {apart or 'nothing'}"
+def _write(place: Place) -> None:
+    """Bring the trainer's values to where the engine has no longer those that it started with."""
+    tensor = place.parameter
+    assert tensor is not None
+    with torch.no_grad():
+        place.view.copy_(tensor)
 
 
-def _whole(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return (0,) * tensor.ndim, tuple(tensor.shape)
+def _chunks(tensor: Tensor, view: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield two tensors of a shape in pieces, where one of them has to cross to another device."""
+    if tensor.device == view.device or tensor.ndim == 0:
+        yield tensor, view
+        return
+    rows = max(1, _CHUNK * len(tensor) // max(tensor.nbytes, 1))
+    yield from zip(tensor.split(rows), view.split(rows), strict=True)
 
 
-def _view(name: str, shape: Sequence[int], dtype: torch.dtype, targets: DirectTargets) -> tuple[Tensor | None, str]:
-    """Return where the engine keeps a tensor of the stream, or None and why it does not keep it so."""
-    found = targets.views.get(name, ())
-    if name in targets.scaled or not found:
-        return None, "laid out anew by the engine, converted or not held"
-    (start, size), view = found[0]
-    if len(found) > 1 or any(start) or tuple(size) != tuple(shape):
-        return None, "held by the engine in parts"
-    if view.dtype != dtype:
-        return None, f"{dtype} in the trainer, {view.dtype} in the engine"
-    # Outside of inference mode, or no backward pass could keep it.
-    with torch.inference_mode(False):
-        here = torch.empty(0, dtype=dtype, device=view.device)
-        return here.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride()), ""
+# The change, and the way back
 
 
-def check_shared_arguments(controls: Sequence[Control], ranks: int, merge: Merge, mode: Mode) -> None:
-    """Raise `InvalidInput` unless arguments are such that a trainer can share its weights."""
+def _lay(place: Place) -> _Held:
+    """Let a parameter lie in the engine."""
+    parameter = place.parameter
+    assert parameter is not None
+    if not parameter.is_meta:
+        held = _Held(place, parameter, None, parameter.data)
+        parameter.data = place.view
+        return held
+    return _Held(place, _replace(place, place.view), parameter, None)
+
+
+def _replace(place: Place, data: Tensor) -> Tensor:
+    """Put another parameter in the place of one: PyTorch lets none change between meta and a device."""
+    made = nn.Parameter(data, requires_grad=False)
+    for owner, attribute in place.owners:
+        owner._parameters[attribute] = made
+    return made
+
+
+def _put_back(held: _Held) -> None:
+    if held.before is None:
+        assert held.data is not None
+        held.parameter.data = held.data
+    else:
+        for owner, attribute in held.place.owners:
+            owner._parameters[attribute] = held.before  # type: ignore[assignment]
+
+
+def _stands(held: _Held) -> bool:
+    """Return True if a parameter still lies in the engine."""
+    return held.place.parameter is held.parameter and held.parameter.data_ptr() == held.place.view.data_ptr()
+
+
+def _end(held: _Held, meta: bool) -> None:
+    if meta:
+        _replace(held.place, held.place.view.to("meta"))
+    else:
+        held.parameter.data = held.place.view.clone(memory_format=torch.contiguous_format)
+
+
+def _bring(model: nn.Module, found: Sequence[Place]) -> None:
+    """Bring all that is not shared to the engine's device, and make adapters that are on meta."""
+    device = found[0].view.device
+    for layer, container in _made_anew(model):
+        container.to_empty(device=device)
+        for parameter in container.parameters(recurse=False):  # of embeddings, which PEFT draws so where it makes them
+            nn.init.normal_(parameter)
+        for half in container.children():
+            half.reset_parameters()
+        # The second half is not there to be made when the first one is.
+        if not any(p.is_meta for half in _halves(layer) for p in half.parameters()):
+            for name in {name for half in _halves(layer) for name in half.keys()}:  # noqa: SIM118
+                layer.reset_lora_parameters(name, _init_of(model, name))
+    for parameter in model.parameters():
+        if parameter.device != device:
+            parameter.data = parameter.data.to(device)
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[key] = buffer.to(device)
+
+
+def _halves(layer: Any) -> list[Any]:
+    return [half for half in (getattr(layer, name, None) for name in _HALVES) if half is not None and len(half)]
+
+
+def _made_anew(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yield the layers with adapters that are on meta, and the halves of these that are, wholly."""
+    for _, layer in layers_of(model):
+        for half in _halves(layer):
+            if all(p.is_meta for p in half.parameters()):
+                yield layer, half
+
+
+def _init_of(model: Any, adapter: str) -> Any:
+    """Return how PEFT makes an adapter."""
+    config = getattr(model, "peft_config", {}).get(adapter)
+    return getattr(config, "init_lora_weights", True)
+
+
+# What can be shared
+
+
+def check_shared_arguments(
+    model: Any, controls: Sequence[Control], ranks: int, merge: Merge, mode: Mode, refused: str
+) -> None:
+    """Raise `InvalidInput` unless arguments are such that a trainer can share its weights.
+
+    Args:
+        ranks: of the trainer.
+        refused: why no engine of this kind can, in words; "" where some can.
+    """
+    if refused:
+        raise InvalidInput(f"share=True: {refused}")
     if mode != "merged" or merge == "engine":
         raise InvalidInput(
             f"share=True got mode={mode!r}, merge={merge!r}: what is shared holds merged weights; pass mode='merged' "
             "and merge='trainer'"
         )
-    if len(controls) != 1 or controls[0].suspends or ranks != 1:
+    if len(controls) != 1 or controls[0].suspends:
         raise InvalidInput(
-            f"share=True got {len(controls)} engines on {ranks} trainer ranks: expected one LLM in the process of one "
-            "trainer"
+            f"share=True got {len(controls)} engines on one of {ranks} trainer ranks, or an AsyncLLM: expected one LLM "
+            "in the process of each trainer rank"
+        )
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(
+            "share=True got a list of modules: Megatron's layers cannot be trained on merged weights yet"
+        )
+    if Layout(model).sharded:
+        raise InvalidInput(
+            "share=True: the trainer's weights are sharded over its ranks (FSDP, DeepSpeed ZeRO-3, tensor parallelism) "
+            "and no rank holds a weight as its engine does: train under DDP, or leave share out"
         )
 
 
 def check_shareable(replica: Replica) -> None:
     """Raise `PushRefused` unless a trainer of this process can share an engine's weights."""
     workers = replica.workers
-    if len(workers) != 1 or workers[0].pid != os.getpid():
-        pids = ", ".join(str(worker.pid) for worker in workers)
-        raise PushRefused(
-            f"share=True: the engine has {len(workers)} workers, in processes {pids}; expected one worker in this "
-            "process: an LLM with tensor_parallel_size=1 and VLLM_ENABLE_V1_MULTIPROCESSING=0"
-        )
-    config: Any = getattr(replica.handle, "config", dict)()
-    if getattr(getattr(config, "model_config", None), "enable_sleep_mode", False):
-        raise PushRefused(
-            "share=True: the engine was started with enable_sleep_mode=True, and its sleep would take the trainer's "
-            "weights along: start it without"
-        )
+    if len(workers) == 1 and workers[0].pid == os.getpid() and workers[0].world == 1:
+        return
+    pids = ", ".join(str(worker.pid) for worker in workers)
+    raise PushRefused(
+        f"share=True: the engine has {workers[0].world} workers, here those of processes {pids}; "
+        f"expected one worker in this process ({os.getpid()}): an LLM with tensor_parallel_size=1 and "
+        "VLLM_ENABLE_V1_MULTIPROCESSING=0. Memory of an engine in another process is not shared, on the same GPU either"
+    )

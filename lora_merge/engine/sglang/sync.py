@@ -44,6 +44,7 @@ class SglangSync(EngineSync):
     """
 
     awaited = "an engine whose event loop is running"
+    unshared = "SGLang's schedulers, which hold its weights, run in processes of their own"
 
     @staticmethod
     def _control_of(engine: Any) -> Control:

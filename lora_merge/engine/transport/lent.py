@@ -4,8 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple
+from weakref import WeakMethod
 
 from ...stream.direct_targets import DirectTargets
+
+
+class Loan:
+    """A trainer's hold of weights that it shares: until it has ended, or is forgotten. It does not keep the engine
+    alive.
+
+    Args:
+        owner: name of the trainer.
+        overwritten: method of the worker's session that notes that something else wrote to its weights.
+        returned: the one that notes that they are those that the engine started with.
+
+    Attributes:
+        ended: whether the trainer has weights of its own again.
+    """
+
+    def __init__(self, owner: str, overwritten: Callable[[str], None], returned: Callable[[], None]) -> None:
+        self.owner, self.ended = owner, False
+        self._overwritten, self._returned = WeakMethod(overwritten), WeakMethod(returned)
+
+    def overwritten(self, reason: str) -> None:
+        """Note that the engine is dirty until the next push, before the trainer writes to its weights."""
+        note = self._overwritten()
+        if note is not None:
+            note(reason)
+
+    def end(self, returned: bool = False) -> None:
+        """Let others push again.
+
+        Args:
+            returned: whether all weights are again those that the engine started with.
+        """
+        note = self._returned()
+        if returned and not self.ended and note is not None:
+            note()
+        self.ended = True
 
 
 class Lent(NamedTuple):
@@ -13,11 +49,11 @@ class Lent(NamedTuple):
 
     Args:
         targets: where it keeps the tensors of a table.
-        overwritten: called with a reason before the trainer writes to them: the engine is dirty until the next push.
+        loan: the trainer's, as long as it shares them.
     """
 
     targets: DirectTargets
-    overwritten: Callable[[str], None]
+    loan: Loan
 
 
 LENT: dict[str, Lent] = {}

@@ -30,6 +30,7 @@ _WHERE = {
     "LoRAModel": "vllm.lora.lora_model",
     "PEFTHelper": "vllm.lora.peft_helper",
     "CuMemAllocator": "vllm.device_allocator.cumem",
+    "unmap_and_release": "vllm.device_allocator.cumem",
     "get_tp_group": "vllm.distributed.parallel_state",
     "KVConnectorBase_V1": "vllm.distributed.kv_transfer.kv_connector.v1.base",
     "get_kv_transfer_group": "vllm.distributed.kv_transfer",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -11,9 +11,13 @@ from ...errors import InvalidInput
 from ...extras import needed
 from ..control.base import Control
 from ..payload.adapter import ADAPTER_NAME
+from ..push.sharing import Sharing
 from ..sync import EngineSync
 from .adapter import ADAPTER_ID
 from .control import LlmControl, control_of
+
+if TYPE_CHECKING:
+    from .cache_sleep import CacheSleep
 
 _COMPILED = "TorchCompileWithNoGuardsWrapper"
 """The base that vLLM gives to classes which it decorates for its compiler."""
@@ -59,7 +63,9 @@ class VllmSync(EngineSync):
             the engine's, their own memory is freed, and the model trains on merged weights (`train_merged`) in the
             engine's memory. Between two pushes the engine is dirty from the trainer's first write on: `check` and
             `generate` refuse. `sync.sharing` says what is shared and what is not; `close` gives the model memory of
-            its own. For one in-process `LLM` without sleep mode, tensor_parallel_size 1, started on the model's base.
+            its own. For one in-process `LLM` on each trainer rank, tensor_parallel_size 1, started on the model's base;
+            the model may wait on the CPU, or on meta without ever being loaded. In sleep mode, `sleep` frees the KV
+            cache alone.
 
     Raises:
         InvalidInput: an argument that does not fit.
@@ -69,9 +75,20 @@ class VllmSync(EngineSync):
 
     awaited = "an AsyncLLM"
 
+    _cache: CacheSleep | None = None
+
     @staticmethod
     def _control_of(engine: Any) -> Control:
         return control_of(engine)
+
+    def _guard(self, control: Control, sharing: Sharing) -> None:
+        from .cache_sleep import CacheSleep
+
+        assert isinstance(control, LlmControl)
+        cache = CacheSleep(control.engine)
+        cache.guard()
+        sharing.ends.callback(cache.release)
+        self._cache = cache
 
     def _require(self, engines: Sequence[Any]) -> None:
         if all(isinstance(engine, str) for engine in engines):
@@ -95,6 +112,36 @@ class VllmSync(EngineSync):
 
         return LoRARequest(ADAPTER_NAME, ADAPTER_ID, f"/{ADAPTER_NAME}/in-memory")
 
+    def sleep(self) -> None:
+        """Free the memory of the KV cache while weights that are shared stay (`share=True`). Its contents are
+        forgotten. `generate` wakes it, and pushes leave it asleep.
+
+            sync.sleep()  # before an update that wants the memory
+
+        Not collective: each rank's engine sleeps by itself.
+
+        Raises:
+            InvalidInput: no weights are shared, the engine has no sleep mode, or it has requests in flight.
+        """
+        self._shared_cache("sleep").sleep()
+
+    def wake_up(self) -> None:
+        """Give the KV cache that `sleep` has freed its memory back, empty; nothing where it is awake.
+
+            sync.wake_up()
+
+        Raises:
+            InvalidInput: no weights are shared.
+        """
+        self._shared_cache("wake_up").wake_up()
+
+    def _shared_cache(self, name: str) -> CacheSleep:
+        if self.sharing is None or self._cache is None or self._closed:
+            raise InvalidInput(
+                f"{name}() of a VllmSync is for share=True, where the weights have to stay: call {name}() of the engine"
+            )
+        return self._cache
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Check that the engine holds what was pushed last, then call `generate` of the in-process `LLM`.
 
@@ -117,6 +164,8 @@ class VllmSync(EngineSync):
         if len(controls) != 1 or type(controls[0]) is not LlmControl or not hasattr(controls[0].handle, "generate"):
             raise InvalidInput("generate() is for one in-process LLM; pass lora_request() to other engines yourself")
         self.check()
+        if self.sharing is not None and self._cache is not None:
+            self._cache.wake_up()
         return controls[0].handle.generate(*args, lora_request=self.lora_request(), **kwargs)
 
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
+from weakref import ref
 
 from ...stream.buckets import from_json
 from ..payload.spec import UpdateSpec
-from ..transport.lent import LENT, Lent
+from ..transport.lent import LENT, Lent, Loan
 from ..transport.liveness import error_text
 from ..transport.routing import introduction
 from .loader import DryRunReport
@@ -42,6 +43,7 @@ def hello(
         return {
             **introduction(worker.device),
             **worker.about(session),
+            **_lent(session, claim),
             "name": session.name,
             "tied": session.loader.ties,
             "busy": "" if claim is None else session.lease.take(**claim),
@@ -55,6 +57,17 @@ def hello(
             "base": "" if session.merger is None else session.merger.base,
             "ready": [digest for digest in updates if session.ready(digest)],
         }
+
+
+def _lent(session: WorkerSession, claim: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return why a trainer cannot push to weights that another one shares."""
+    loan = session.loan()
+    if claim is None or loan is None or loan.ended or loan.owner == claim["owner"]:
+        return {}
+    return {
+        "unfit": "shares its weights with another trainer of its process (share=True), whose base a push would "
+        "overwrite: close() the sync of that one first"
+    }
 
 
 def _fits(session: WorkerSession, streams: Sequence[str]) -> dict[str, dict[str, str]]:
@@ -136,7 +149,9 @@ def blocked_tensors(worker: Worker, session: WorkerSession, digest: str) -> dict
 @OPERATIONS.register
 def lend(worker: Worker, session: WorkerSession, digest: str) -> dict[str, Any]:
     """Lend the trainer of this process the places of what a table fills (`LENT`)."""
-    LENT[session.name] = Lent(_report(session, digest).targets, session.mark_overwritten)
+    loan = Loan(session.lease.owner, session.mark_overwritten, session.returned)
+    session.loan = ref(loan)
+    LENT[session.name] = Lent(_report(session, digest).targets, loan)
     return {}
 
 

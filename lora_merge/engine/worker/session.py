@@ -39,6 +39,7 @@ from ..payload.checksums import add_checksums
 from ..payload.spec import ReceivedUpdate, UpdateSpec
 from ..state import WEIGHTS, State, change
 from ..transport.base import Received
+from ..transport.lent import Loan
 from ..transport.liveness import alive
 from ..transport.receiver import Receiver
 from .lease import Lease
@@ -86,6 +87,7 @@ class WorkerSession:
     Attributes:
         name: of this worker; no other one has it.
         lease: which trainer's push the engine is in the middle of.
+        loan: returns what stands for a trainer that shares the weights; None where there is none, or no longer.
         receiver: the channel to the trainer that connected last.
         tables: tables that had a dry run, by digest, the newest last; a trainer may come back to one in the same push.
         held: the state of the weights when this package last looked; `state` looks again.
@@ -112,6 +114,7 @@ class WorkerSession:
         self.receiver: Receiver | None = None
         self.tables: dict[str, Table] = {}
         self.lease = Lease()
+        self.loan: Callable[[], Loan | None] = _no_loan
         self.held, self.writing = State(), False
         self.served = self.held.kind
         self.incoming: IncomingPush | None = None
@@ -203,6 +206,10 @@ class WorkerSession:
         self.merger = None
         if self.held.kind in WEIGHTS:
             self.held = change(self.held, "overwrite", reason=reason)
+
+    def returned(self) -> None:
+        """Note that all weights are again those that the engine started with."""
+        self.held = change(self.held, "return")
 
     def evicted(self) -> None:
         """Note that the adapter was removed; the base is unchanged."""
@@ -311,6 +318,10 @@ class WorkerSession:
         """Note whether the parameters hold the values of a bucket."""
         for name, same in self.loader.arrived(report, slots, data, placed).items():
             self.intact[name] = self.intact.get(name, True) and same
+
+
+def _no_loan() -> Loan | None:
+    return None
 
 
 def _watch(session: ref[WorkerSession], target: ref[PullTarget]) -> None:

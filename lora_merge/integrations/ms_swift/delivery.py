@@ -16,9 +16,11 @@ from ...errors import PushFailed, PushRefused
 from ...models.live import live
 from ...shards.ranks import Ranks, noted
 from ...stream.weights import MergedWeights
+from ...training.session import Training
 from ..compat import TrainerRefused, off
 from ..options import Options
 from ..pushing import KeptSync
+from ..sharing import SleepsShared
 from ..tied import check_tied
 
 
@@ -41,6 +43,22 @@ class Colocated:
             )
         self._engine, self._options = engine, replace(options, mode=mode)
         self._kept = KeptSync()
+        self._shared: Any = None
+
+    def share(self, model: Any) -> Training:
+        """Let the model's weights lie in this rank's engine, of which the KV cache alone sleeps then. Collective.
+
+        Returns:
+            the training on merged weights that this begins.
+
+        Raises:
+            as `VllmSync`.
+        """
+        self._shared = model
+        sync = self._kept.of(model, self._engine.engine, self._options)
+        assert sync.sharing is not None
+        SleepsShared(self._engine.engine, sync)
+        return sync.sharing.training
 
     def push(self, model: Any) -> SyncReport:
         """Bring the model as it is now into every rank's engine. Collective.
@@ -48,6 +66,8 @@ class Colocated:
         Raises:
             as `VllmSync.push`.
         """
+        if self._shared is not None:  # what wraps it since is no other one
+            model = self._shared
         sync = self._kept.of(model, self._engine.engine, self._options)
         report = sync.push(verify=self._options.verify)
         # swift's requests carry this, unless they have an adapter of their own.

@@ -10,6 +10,7 @@ from ...choices import Rounding
 from ...errors import InvalidInput, UnsupportedAdapter
 from ..compat import TrainerRefused, off
 from ..options import SWITCH, Options
+from ..sharing import how_sharded
 from ..train import TrainsMerged
 
 
@@ -44,6 +45,19 @@ def trained_merged(model: nn.Module, rounding: Rounding) -> TrainsMerged:
         ) from error
 
 
+def refuse_sharded(accelerator: Any) -> None:
+    """Refuse to share weights that training will shard.
+
+    Raises:
+        TrainerRefused: names what shards them.
+    """
+    if how := how_sharded(accelerator):
+        raise _refused(
+            f"{SWITCH}_SHARE=1, and {how} shards the trainer's weights over its ranks: no rank holds one as its engine "
+            f"does. Train under DDP, or leave {SWITCH}_SHARE out"
+        )
+
+
 def refuse_megatron(args: Any, options: Options) -> None:
     """Refuse a `megatron rlhf` that cannot be taken over, before swift makes a model.
 
@@ -75,9 +89,20 @@ def _refuse_any(args: Any, options: Options) -> None:
     if not args.use_vllm:
         raise _refused("there is no engine to push to: pass --use_vllm true --vllm_mode colocate (or server)")
     if options.train == "merged" and args.vllm_enable_lora:
+        chosen = f"{SWITCH}_SHARE=1" if options.share else f"{SWITCH}_TRAIN=merged"
         raise TrainerRefused(
-            f"{SWITCH}_TRAIN=merged trains the policy of merged weights, and --vllm_enable_lora true serves base and "
+            f"{chosen} trains the policy of merged weights, and --vllm_enable_lora true serves base and "
             "adapter apart, which computes otherwise: leave one of them out"
+        )
+    if options.share and args.vllm_mode == "server":
+        raise _refused(
+            f"{SWITCH}_SHARE=1 shares weights with an engine in the trainer's process: pass --vllm_mode colocate, or "
+            f"leave {SWITCH}_SHARE out"
+        )
+    if options.share and args.offload_model:
+        raise _refused(
+            f"--offload_model true moves the model off while the engine answers, which shares its weights "
+            f"({SWITCH}_SHARE=1): leave one of them out"
         )
     adapters = args.tuner_type == "lora" and args.vllm_enable_lora
     if options.mode == "adapter" and not (adapters and args.vllm_mode == "colocate"):

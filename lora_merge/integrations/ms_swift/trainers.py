@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from ...errors import InvalidInput, PushRefused
+from ..compat import TrainerRefused, off
 from ..metrics import both_float32
 from ..options import Options
-from ..train import TrainsMerged
+from ..sharing import waiting
+from ..train import TrainsMerged, TrainsShared
+from .delivery import Colocated
 from .pushes import Pushes, TokenLogprobs, token_logprobs
-from .refusals import refuse, refuse_check, trained_merged
+from .refusals import refuse, refuse_check, refuse_sharded, trained_merged
 from .release import RELEASE
 
 _USED = {
@@ -39,18 +44,34 @@ class Pushing(Pushes):
     _lora_merge_trains: TrainsMerged | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._lora_merge_options = options = Options.from_environment(trains=True)
+        self._lora_merge_options = options = Options.from_environment(trains=True, shares=True)
         model = kwargs["model"] if "model" in kwargs else args[0]
         refuse(model, kwargs["args"], options)
         if options.check is not None:
             refuse_check(model, kwargs["args"], kwargs["template"], isinstance(self, GKD))
         trains = trained_merged(model, options.rounding) if options.train == "merged" else None
         super().__init__(*args, **kwargs)
+        if options.share:
+            refuse_sharded(self.accelerator)
         self._begin(self._load_state_dict_to_vllm, self.accelerator.is_main_process)
+        if options.share:
+            trains = self._shared()
         self._lora_merge_trains = trains
         if trains is not None:
             self.add_callback(trains)
-            RELEASE.announce_training()
+            RELEASE.announce_training(options.share)
+
+    def _shared(self) -> TrainsShared:
+        """Let the model lie in the engine, and train it there.
+
+        Raises:
+            TrainerRefused: it cannot.
+        """
+        assert isinstance(self._lora_merge, Colocated)
+        try:
+            return TrainsShared(self._lora_merge.share(self.model))
+        except (InvalidInput, PushRefused) as error:
+            raise TrainerRefused(f"{error}. {off('ms-swift')}") from error
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as swift does; the base is back afterwards, however that ends."""
@@ -72,13 +93,15 @@ class Pushing(Pushes):
 
     def _prepare_vllm_engine(self) -> Any:
         """Start the engine of a QLoRA policy unquantised, from the same checkpoint: a push brings what the codes stand
-        for, and the adapters. swift would have vLLM quantise the base."""
+        for, and the adapters. swift would have vLLM quantise the base. A model that will lie in the engine waits in the
+        host's memory meanwhile."""
         model = self.model
         known = model.model_info
         model.model_info = plain = copy.copy(known)
         plain.quant_method = plain.quant_bits = None
         try:
-            return super()._prepare_vllm_engine()
+            with waiting(model) if self._lora_merge_options.share else nullcontext():
+                return super()._prepare_vllm_engine()
         finally:
             model.model_info = known
 

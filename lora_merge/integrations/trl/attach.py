@@ -13,7 +13,6 @@ from ...names import named_tensors, walk
 from ...shards import quantised
 from ..compat import TrainerRefused
 from ..options import Options, switched_off
-from ..train import TrainsMerged
 from .check import check_comparable, watch
 from .release import OFF, RELEASE, generation_of
 from .rollout import Colocated, Rollout, Server
@@ -30,6 +29,7 @@ def attach(
     check: float | bool | None = None,
     verify: bool | None = None,
     train: Train | None = None,
+    share: bool | None = None,
 ) -> Rollout | None:
     """Make each weight sync of a TRL trainer a push by `VllmSync`.
 
@@ -53,6 +53,8 @@ def attach(
         verify: whether each push compares checksums on both sides (LORA_MERGE_VERIFY).
         train: "adapters", as PEFT computes, or "merged": forward and backward compute with the weights that are pushed
             (`lora_merge.train_merged`), from the beginning of `train()` to its end (LORA_MERGE_TRAIN).
+        share: whether trainer and colocated engine hold the weights once, as `VllmSync(share=True)`; switches
+            train="merged" on (LORA_MERGE_SHARE). `engine_options(share=True)` starts an engine for it.
 
     Returns:
         the object that replaces TRL's own sync: `report` of the last push, and `detach()`, which restores TRL's
@@ -66,7 +68,7 @@ def attach(
     """
     if switched_off():
         return None
-    options = _options(mode, rounding, check, verify, train)
+    options = _options(mode, rounding, check, verify, train, share)
     generation = generation_of(trainer)
     engine = getattr(generation, "llm", generation)
     _check_alone(trainer, engine)
@@ -75,7 +77,7 @@ def attach(
     rollout.check()
     if options.check is not None:
         check_comparable(trainer, generation)
-    trains = TrainsMerged(trainer.model, options.rounding) if options.train == "merged" else None
+    trains = rollout.trains()
     rollout.install()
     if trains is not None:
         rollout.train_with(trains)
@@ -85,7 +87,7 @@ def attach(
     _attached[engine] = ref(rollout)
     RELEASE.announce(rollout.takes_over)
     if trains is not None:
-        RELEASE.announce_training()
+        RELEASE.announce_training(options.share)
     return rollout
 
 
@@ -97,14 +99,21 @@ def attached(trainer: Any) -> Rollout | None:
 
 
 def _options(
-    mode: Mode | None, rounding: Rounding | None, check: float | bool | None, verify: bool | None, train: Train | None
+    mode: Mode | None,
+    rounding: Rounding | None,
+    check: float | bool | None,
+    verify: bool | None,
+    train: Train | None,
+    share: bool | None,
 ) -> Options:
     """Return the options that were passed, and those of the environment for the rest."""
-    chosen = {"mode": mode, "rounding": rounding, "check": check, "verify": verify, "train": train}
+    chosen = {"mode": mode, "rounding": rounding, "check": check, "verify": verify, "train": train, "share": share}
     passed: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
     if isinstance(check, bool):
         passed["check"] = 0.02 if check else None
-    return replace(Options.from_environment(trains=True), **passed)
+    if share and train == "adapters":
+        raise InvalidInput("share=True trains on merged weights, and train='adapters' does not: leave train out")
+    return replace(Options.from_environment(trains=True, shares=True), **passed)
 
 
 def _rollout_of(engine: Any) -> Rollout | None:

@@ -18,8 +18,9 @@ from ..compat import TrainerRefused
 from ..metrics import Counted, metrics
 from ..options import Options
 from ..pushing import KeptSync
+from ..sharing import SleepsShared, how_sharded
 from ..tied import check_tied
-from ..train import TrainsMerged
+from ..train import TrainsMerged, TrainsShared
 from .release import GENERATION, OFF
 
 QUANTISED = "bitsandbytes"
@@ -50,6 +51,15 @@ class Rollout:
 
     def check(self) -> None:
         """Raise `TrainerRefused` if the engine was not started for the chosen options."""
+
+    def trains(self) -> TrainsMerged | None:
+        """Return what trains on merged weights, if that was chosen.
+
+        Raises:
+            InvalidInput, UnsupportedAdapter: the model cannot be trained so.
+        """
+        merged = self.options.train == "merged"
+        return TrainsMerged(self.trainer.model, self.options.rounding) if merged else None
 
     def install(self) -> None:
         """Take over: TRL's calls come here from now on."""
@@ -107,6 +117,7 @@ class Colocated(Rollout):
         super().__init__(trainer, generation, options)
         self.takes_over = f"VLLMGeneration.sync_weights: {options.mode} pushes into the colocated engine"
         self._kept = KeptSync()
+        self._sleeps: SleepsShared | None = None
         self._synced = False
         """True if the last push went through; there is none in a trainer that resumed between two of its syncs."""
 
@@ -132,6 +143,30 @@ class Colocated(Rollout):
                 f"choose mode='merged'. {OFF}"
             )
 
+        if self.options.share and (how := how_sharded(self.trainer.accelerator)):
+            raise TrainerRefused(
+                f"share=True, and {how} shards the trainer's weights over its ranks, so that no rank holds one as its "
+                f"engine does: train under DDP, or leave share out. {OFF}"
+            )
+
+    def trains(self) -> TrainsMerged | None:
+        if not self.options.share:
+            return super().trains()
+        llm = self.generation.llm
+        try:
+            sync = self._kept.of(self.model, llm, self.options)
+        except (InvalidInput, PushRefused) as error:
+            raise TrainerRefused(f"{error}. {OFF}") from error
+        assert sync.sharing is not None
+        self._sleeps = SleepsShared(llm, sync)
+        logging.getLogger(GENERATION).info("lora_merge: %s", sync.sharing)
+        return TrainsShared(sync.sharing.training)
+
+    @property
+    def model(self) -> Any:
+        # What accelerate wraps later is the same one.
+        return self.trainer.model if self.options.share else super().model
+
     def install(self) -> None:
         super().install()
         self.generation.llm.generate = self.generate
@@ -139,6 +174,8 @@ class Colocated(Rollout):
     def detach(self) -> None:
         super().detach()
         vars(self.generation.llm).pop("generate", None)
+        if self._sleeps is not None:
+            self._sleeps.end()
         self._kept.close()
         self._synced = False
 
@@ -202,7 +239,8 @@ class Server(Rollout):
         return self._dtype
 
     def check(self) -> None:
-        for name, chosen, instead in (("mode", "adapter", "'merged'"), ("verify", True, "False")):
+        apart = (("mode", "adapter", "'merged'"), ("verify", True, "False"), ("share", True, "False"))
+        for name, chosen, instead in apart:
             if getattr(self.options, name) == chosen:
                 raise TrainerRefused(
                     f"{name}={chosen!r} needs an engine in the trainer's process (--vllm_mode colocate); over TRL's "

@@ -11,6 +11,7 @@ from typing import Any, get_args
 from ...shards.bitsandbytes import bits
 from ..compat import TrainerRefused
 from ..options import Options
+from ..sharing import then_waiting
 from .attach import attach, attached
 from .engine import engine_options
 from .release import GENERATION, OFF, own_rollout
@@ -75,10 +76,11 @@ def _prepare_engine(kind: Any) -> None:
         options: dict[str, Any] = {}
         if self.mode == "colocate" and any(bits(module) for module in self.model.modules()):
             options["quantization"] = None
-        if self.mode == "colocate" and Options.from_environment(trains=True).mode == "adapter":
+        chosen = Options.from_environment(trains=True, shares=True)
+        if self.mode == "colocate" and chosen.mode == "adapter":
             options |= {"enable_lora": True, "max_lora_rank": max_lora_rank(self.model)}
         with engine_options(**options):
-            start(self)
+            (then_waiting(start) if self.mode == "colocate" and chosen.share else start)(self)
 
     kind._init_vllm = started
 

@@ -9,6 +9,8 @@ from weakref import WeakSet
 
 from torch import nn
 
+from ..pausing import is_trained
+
 _warned: WeakSet[nn.Module] = WeakSet()
 
 
@@ -19,6 +21,8 @@ def warn_if_idle(model: nn.Module, layers: Sequence[tuple[Any, list[str]]]) -> N
         layers: every adapter layer, with the names of its adapters that act.
     """
     if not layers or any(active for _, active in layers) or model in _warned:
+        return
+    if any(is_trained(layer) for layer, _ in layers):  # on merged weights: in a reference pass the base is meant
         return
     _warned.add(model)
     there = sorted({name for layer, _ in layers for name in layer._get_available_adapters()})

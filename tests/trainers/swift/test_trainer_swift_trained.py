@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import engines
 import pytest
 import swift_runs
 import torch
@@ -128,6 +129,50 @@ def test_resume(base: Path, tmp_path: Path) -> None:
     assert all("lora_" in name for name in first)
     for name, tensor in first.items():
         assert_same_bits(second[name], tensor, name)
+
+
+def lies_in(model: Any, engine: Any) -> bool:
+    """Whether all base weights are memory of the engine's."""
+    theirs = {p.untyped_storage().data_ptr() for p in engine.inner_model.parameters()}
+    apart = [n for n, p in model.named_parameters() if p.untyped_storage().data_ptr() not in theirs]
+    return not [name for name in apart if "lora_" not in name]
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_one_copy(sleeps: bool, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainer and engine hold the weights once; where swift puts its engine to sleep, the KV cache sleeps alone."""
+    monkeypatch.delenv("LORA_MERGE_TRAIN")
+    monkeypatch.setenv("LORA_MERGE_SHARE", "1")
+    monkeypatch.setenv("LORA_MERGE_VERIFY", "1")
+    engines.plain_layout(monkeypatch)
+    told: list[Any] = []
+
+    def watch(trainer: Any) -> None:
+        assert lies_in(trainer.model, trainer.engine)
+        if sleeps:
+            trainer.args.sleep_level = 2
+            told.append(engines.Sleeping(trainer.engine.engine, monkeypatch))
+
+    line = arguments("grpo", base, tmp_path, max_steps="3", beta="0.1", gradient_accumulation_steps="2")
+    with training(line, watch) as trainer:
+        assert trainer.state.global_step == 3
+        assert lies_in(trainer.model, trainer.engine)
+        assert_untouched(trainer.model, base)
+        assert_ratios(trainer, 3)
+        assert [told[0].calls] == [5 * ["discard", "wake_up"] + ["discard"]] if sleeps else not told
+        del trainer
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    ({"vllm_mode": "server"}, "pass --vllm_mode colocate"),
+    ({"offload_model": "true"}, "--offload_model true moves the model off while the engine answers"),
+])  # fmt: skip
+def test_what_cannot_share(
+    flags: dict[str, str], words: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LORA_MERGE_SHARE", "1")
+    with pytest.raises(TrainerRefused, match=words):
+        swift_runs.train(arguments("grpo", base, tmp_path, **flags))
 
 
 def test_an_interrupt(base: Path, tmp_path: Path) -> None:

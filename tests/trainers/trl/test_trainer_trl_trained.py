@@ -35,9 +35,14 @@ from lora_merge import InvalidInput, VllmSync, train_merged
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 no_leftovers = engines.no_leftovers
-engine = trl_training.engine
 TrainerOf = Callable[..., GRPOTrainer]
 STEPS, SAVED = 4, 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engine() -> Iterator[None]:
+    with trl_training.one_engine(plain=True):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +73,8 @@ def pushed_by(rollout: Any) -> dict[str, Tensor]:
 
     def pushed() -> None:
         push()
-        held.update({name: tensor.clone() for name, tensor in lm_stream(rollout)})
+        if not rollout.options.share:  # reading the model merges it again, in the engine then
+            held.update({name: tensor.clone() for name, tensor in lm_stream(rollout)})
         torch.manual_seed(rollout.trainer.state.global_step)
 
     rollout.generation.sync_weights = pushed
@@ -111,12 +117,12 @@ def test_grpo(kind: str, base: Path, trainer_of: TrainerOf, capfd: pytest.Captur
         assert_answers(ask(kept[0]), policy(base, trainer.model.state_dict(), lora()))
 
 
-def run(base: Path, out: Path, checkpoint: Path | None = None) -> None:
+def run(base: Path, out: Path, checkpoint: Path | None = None, **options: Any) -> None:
     """Four steps, of which every second one is saved."""
     with trl_training.letting_go() as note:
         trainer = note(made(base, out, max_steps=STEPS, save_strategy="steps", save_steps=SAVED))
         before = base_weights(trainer.model)
-        rollout = lm.attach(trainer, train="merged", check=True)
+        rollout = lm.attach(trainer, check=True, **options or {"train": "merged"})
         pushed_by(rollout)
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         assert trainer.state.global_step == STEPS
@@ -141,20 +147,79 @@ def test_resume(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     process.start()
     process.join(240)
     assert process.exitcode == 0
-    first, second = (
-        load_file(tmp_path / name / f"checkpoint-{STEPS}" / "adapter_model.safetensors") for name in ("whole", "second")
+    run(base, tmp_path / "shared", given[2], share=True)  # and what shares its weights with the engine does, too
+    first, *others = (
+        load_file(tmp_path / name / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
+        for name in ("whole", "second", "shared")
     )
-    assert first.keys() == second.keys()
     assert all("lora_" in name for name in first)
-    for name, tensor in first.items():
-        assert_same_bits(second[name], tensor, name)
+    for other in others:
+        assert first.keys() == other.keys()
+        for name, tensor in first.items():
+            assert_same_bits(other[name], tensor, name)
 
 
-def test_an_interrupt(trainer_of: TrainerOf) -> None:
+def lies_in(model: Any, llm: Any) -> bool:
+    """Whether all base weights are memory of the engine's."""
+    theirs = {p.untyped_storage().data_ptr() for p in llm.apply_model(lambda model: list(model.parameters()))[0]}
+    apart = [n for n, p in model.named_parameters() if p.untyped_storage().data_ptr() not in theirs]
+    return not [name for name in apart if "lora_" not in name]
+
+
+def test_one_copy(trainer_of: TrainerOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainer and engine hold the weights once; reference passes see the base, which is back when training ends."""
+    monkeypatch.setenv("LORA_MERGE_SHARE", "1")
+    trainer = trainer_of(beta=0.1, gradient_accumulation_steps=2)
+    before = base_weights(trainer.model)
+    rollout = lm.attach(trainer, check=True, verify=True)
+    assert rollout is not None
+    assert lies_in(trainer.model, kept[0])
+    trainer.train()
+    assert_all_ratios(trainer, 3)
+    assert rollout.report is not None
+    assert rollout.report.nbytes == 0
+    assert rollout.report.shared == sum(p.nbytes for p in trainer.model.parameters() if not p.requires_grad)
+    assert changed(trainer.model, before) == 0
+    trainer.evaluate(prompts(4))
+    (ratio,) = logged(trainer, "eval_lora_merge/ratio_max")
+    assert abs(ratio - 1) < 1e-4
+    trainer.train()  # once more
+    assert changed(trainer.model, before) == 0
+    rollout.sync_weights()
+    assert_answers(ask(kept[0]), policy(base_of(trainer), trainer.model.state_dict(), lora()))
+    rollout.detach()
+    assert not lies_in(trainer.model, kept[0])
+    assert changed(trainer.model, before) == 0
+
+
+def base_of(trainer: GRPOTrainer) -> Path:
+    return Path(trainer.model.get_base_model().config._name_or_path)
+
+
+def test_one_copy_sleeps(trainer_of: TrainerOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where TRL puts its engine to sleep at level 2, the KV cache sleeps alone."""
+    trainer = trainer_of(max_steps=2)
+    before = base_weights(trainer.model)
+    generation = trainer.vllm_generation
+    generation.enable_sleep_mode = True
+    told = engines.Sleeping(kept[0], monkeypatch)
+    rollout = lm.attach(trainer, share=True, check=True)
+    assert rollout is not None
+    trainer.train()
+    assert told.calls == ["discard", "wake_up", "discard"]
+    assert_all_ratios(trainer, 2)
+    assert changed(trainer.model, before) == 0
+    rollout.detach()
+    assert {"sleep", "wake_up"}.isdisjoint(vars(kept[0]))
+    assert not told.tags
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_an_interrupt(share: bool, trainer_of: TrainerOf) -> None:
     """Where weights are merged: the base is back, and so it is after the training that follows."""
     trainer = trainer_of(max_steps=2)
     before = base_weights(trainer.model)
-    rollout = lm.attach(trainer, train="merged")
+    rollout = lm.attach(trainer, train="merged", share=share)
     assert rollout is not None
 
     def interrupt(*args: Any) -> None:
@@ -183,6 +248,10 @@ def test_what_is_refused(trainer_of: TrainerOf) -> None:
     trainer = trainer_of()
     with pytest.raises(InvalidInput, match="train='merged' trains the policy that mode='merged'"):
         lm.attach(trainer, train="merged", mode="adapter")
+    with pytest.raises(InvalidInput, match="share=True trains on merged weights, and train='adapters' does not"):
+        lm.attach(trainer, train="adapters", share=True)
+    with pytest.raises(InvalidInput, match="share=True shares merged weights, got mode='adapter'"):
+        lm.attach(trainer, mode="adapter", share=True)
     for options in ({"mode": "adapter"}, {"rounding": "stochastic"}):
         sync = VllmSync(trainer.model, kept[0], **options)
         with train_merged(trainer.model):
