@@ -20,7 +20,6 @@ _MMAP_THRESHOLD = -3
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("base", metavar="BASE", help="folder of the base model, or its name on the hub (owner/name)")
     parser.add_argument(
         "adapters",
@@ -76,7 +75,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def merge(options: argparse.Namespace) -> int:
-    """Run it."""
     from ..saving import merge_checkpoint
     from ..saving.origin import DoubtfulBase
 

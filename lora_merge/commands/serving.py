@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def add_load(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `load`."""
     _add_url(parser)
     parser.add_argument("adapter", metavar="ADAPTER", help="folder that PEFT has saved, with adapter_config.json")
     parser.add_argument(
@@ -38,7 +37,6 @@ def add_load(parser: argparse.ArgumentParser) -> None:
 
 
 def add_unload(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `unload`."""
     _add_url(parser)
     _add_pause(parser)
 
@@ -62,7 +60,6 @@ def _add_pause(parser: argparse.ArgumentParser) -> None:
 
 
 def load(options: argparse.Namespace) -> int:
-    """Run it."""
     from ..serve import load_adapter
 
     report = load_adapter(
@@ -78,7 +75,6 @@ def load(options: argparse.Namespace) -> int:
 
 
 def unload(options: argparse.Namespace) -> int:
-    """Run it."""
     from ..serve import unload_adapter
 
     return _told(options, unload_adapter(options.url, pause=options.pause), f"{options.url} serves its base")

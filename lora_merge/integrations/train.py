@@ -45,7 +45,6 @@ class TrainsMerged(TrainerCallback):
         return trained
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Begin."""
         self.close()
         self.training = train_merged(model, rounding=self._rounding)
 
