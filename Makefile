@@ -117,9 +117,10 @@ wheel: $(VENV)/installed ## dist/: one wheel for every Python and torch, with ke
 
 # The wheel in a fresh environment, with no compiler in reach; its module in what other Pythons there are; its size.
 WHEEL := .venv-wheel
-test-wheel: wheel ## The wheel in a fresh environment without a compiler
+test-wheel: wheel ## The wheel, from an index, in a fresh environment without a compiler
 	rm -rf $(WHEEL) && $(PYTHON) -m venv $(WHEEL)
-	$(WHEEL)/bin/python -m pip install -qq "$(TORCH)" dist/lora_merge-*manylinux*.whl hypothesis pytest pytest-timeout triton
+	$(WHEEL)/bin/python -m pip install -qq "$(TORCH)" numpy hypothesis pytest pytest-timeout triton
+	$(PY) tests/support/index.py dist $(WHEEL)/bin/python -m pip install --only-binary :all: lora-merge
 	env PATH=$(CURDIR)/$(WHEEL)/bin $(WHEEL)/bin/pytest tests/kernels/test_kernels.py tests/kernels/test_cpu_kernel.py tests/kernels/test_restore.py $(ARGS)
 	env PATH=$(CURDIR)/$(WHEEL)/bin $(WHEEL)/bin/lora-merge doctor
 	for python in python3.12 python3.13 python3.14 $(wildcard $(HOME)/.pyenv/versions/3.1[1-9]*/bin/python); do \

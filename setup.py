@@ -296,5 +296,24 @@ def extension() -> dict[str, Any]:
     return {"ext_modules": [module], "cmdclass": {"build_ext": Build}, "options": options}
 
 
+def page() -> dict[str, Any]:
+    """setup()'s arguments for what an index shows: the README, and where the repository is.
+
+    A workflow on GitHub says where; links to files beside the README then lead there. Elsewhere no address is named.
+    """
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(r'__version__ = "(.+)"', (ROOT / "lora_merge/__init__.py").read_text(encoding="utf-8"))
+    server, name = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
+    urls = {}
+    if server and name and found:
+        home, tag = f"{server}/{name}", f"v{found[1]}"
+        text = re.sub(r"(!\[[^]]*\]\()(?!https?:|#)", rf"\g<1>{home}/raw/{tag}/", text)
+        text = re.sub(r"(\]\()(?!https?:|#)", rf"\g<1>{home}/blob/{tag}/", text)
+        files = {"Documentation": "docs/install.md", "Changelog": "CHANGELOG.md"}
+        urls = {"Repository": home, **{what: f"{home}/blob/{tag}/{file}" for what, file in files.items()}}
+        urls["Issues"] = f"{home}/issues"
+    return {"long_description": text, "long_description_content_type": "text/markdown", "project_urls": urls}
+
+
 if __name__ == "__main__":
-    setup(**({} if os.environ.get("LORA_MERGE_BUILD") == "0" else extension()))
+    setup(**page(), **({} if os.environ.get("LORA_MERGE_BUILD") == "0" else extension()))

@@ -43,6 +43,7 @@ from torch import Tensor, nn
 
 from lora_merge import MergedWeights, VllmSync, train_merged
 from lora_merge.bench import check_extra, report
+from lora_merge.choices import Mode
 from lora_merge.verify import logprob_gap
 
 Record = dict[str, Any]
@@ -345,7 +346,8 @@ def part(args: argparse.Namespace) -> Record:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    device, mode = torch.device(args.device), "adapter" if args.part == "adapter" else "merged"
+    device = torch.device(args.device)
+    mode: Mode = "adapter" if args.part == "adapter" else "merged"
     base = AutoModelForCausalLM.from_pretrained(args.work / "base", dtype=torch.bfloat16).to(device)
     model = PeftModel.from_pretrained(base, args.work / "adapter", is_trainable=True)
     g = torch.Generator().manual_seed(4)

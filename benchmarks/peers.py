@@ -24,7 +24,7 @@ from lora_merge.bench import job, report, shapes
 from lora_merge.bench.job import Matrix, Method
 
 BUCKET_BYTES = 512 << 20
-COLUMNS = ("ms", "back\nms", "x copy", "extra\nMiB", "host\nMiB", "launch-\nes", "mis-\nrounded", "x round-\ning",
+COLUMNS = ("ms", "back\nms", "x copy", "extra\nMiB", "host\nMiB", "launch-\nes", "mis-\nrounded", "error",
            "re-\nstored")  # fmt: skip
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from .errors import InvalidInput
+from .choices import Strategy, check_choice
 from .merged_block import MergedBlock
 from .models.frozen import warn_if_frozen
 from .models.peft.chosen import check_names
@@ -20,8 +21,8 @@ def merged(
     model: Model,
     *,
     adapter_names: Sequence[str] | None = None,
-    restore: str = "exact",
-    strategy: str | None = None,
+    strategy: Strategy | None = None,
+    restore: Literal["exact"] | None = None,
 ) -> Iterator[Model]:
     """Merge the active adapters into the base weights for the time of a `with` block, and restore every bit after it.
 
@@ -62,10 +63,10 @@ def merged(
             megatron-core model (or `lora_merge.megatron.Chunks`).
         adapter_names: of PEFT's adapters: exactly these are merged, and the others do not act inside. Default: those
             that act (`set_adapter`).
-        restore: "exact", the only way.
         strategy: None merges weights where they lie. "unshard" gathers sharded weights, merges them whole and cuts them
             again, bucket by bucket: the same bits, for their bytes over the network; and it keeps a plain copy of the
             weights instead of 2 bits an element.
+        restore: deprecated; leave it out. It had one legal value, "exact".
 
     Yields:
         `model`.
@@ -80,8 +81,9 @@ def merged(
         NotRestored: at exit, on the rank that finds it: merged weights were written inside, their memory was given
             back, or another Parameter took their place. Names them; all others are restored.
     """
-    if restore != "exact":
-        raise InvalidInput(f"restore must be 'exact', got {restore!r}")
+    if restore is not None:
+        check_choice("restore", restore, Literal["exact"])
+        warnings.warn("merged(restore='exact') is the only way: leave it out", DeprecationWarning, stacklevel=3)
     check_strategy(strategy)
     block = MergedBlock(model, adapter_names=check_names(adapter_names), strategy=strategy)
     warn_if_frozen()

@@ -58,11 +58,12 @@ class Findings:
 
 def examine() -> Findings:
     """Look at this machine and environment; nothing is changed, and no engine is started."""
-    found = Findings()
+    found, hip = Findings(), torch.version.hip
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {hip}" if hip else "CPU"
     found.rows += [
         ("lora_merge", f"{__version__}, {Path(__file__).parent}"),
         ("python", f"{platform.python_version()}, {sys.executable}"),
-        ("torch", f"{torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else _without_cuda()}"),
+        ("torch", f"{torch.__version__}, {built}"),
     ]
     _compiled(found)
     _backends(found)
@@ -71,17 +72,13 @@ def examine() -> Findings:
     return found
 
 
-def _without_cuda() -> str:
-    return f"ROCm {torch.version.hip}" if torch.version.hip else "CPU"
-
-
 def _compiled(found: Findings) -> None:
     problem = native.load_error()
     if problem is not None:
         found.rows.append(("compiled", f"no: {problem}"))
         found.todo.append("install a platform wheel, or " + native.BUILD_HINT)
         return
-    gpus = ", ".join(native.architectures()) if native.has_cuda() else "none (compiled without nvcc)"
+    gpus = ", ".join(native.architectures()) if native.has_cuda() else "none (it has kernels for CPUs alone)"
     found.rows.append(("compiled", f"CPU: {', '.join(native.compiled.cpu_isas())}; GPU architectures: {gpus}"))
 
 

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from .choices import Rounding
 from .errors import NotRestored
 from .kernels import backend as kernels
 from .kernels.plan import writes
@@ -47,7 +48,7 @@ class InPlaceMerge:
         jobs: Sequence[Job],
         ranks: Ranks,
         device: torch.device,
-        rounding: str = "nearest",
+        rounding: Rounding = "nearest",
     ) -> None:
         self.seed: int | None = None
         self._rounding = rounding
@@ -149,7 +150,7 @@ class UnshardedMerge(InPlaceMerge):
         jobs: Sequence[Job],
         ranks: Ranks,
         device: torch.device,
-        rounding: str = "nearest",
+        rounding: Rounding = "nearest",
     ) -> None:
         self._operands = Operands([Turn(deltas, everything={delta.name for delta in deltas})], ranks, device)
         self._scales = self._scales_of(deltas)

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from .choices import Rounding, Strategy
 from .errors import InvalidInput, NotRestored
 from .kernels import backend as kernels
 from .merge_in_place import InPlaceMerge, UnshardedMerge, copy_bits
@@ -50,14 +51,14 @@ class _Known:
     """
 
     facts: list[Any]
-    strategy: str | None
-    rounding: str
+    strategy: Strategy | None
+    rounding: Rounding
     backends: dict[torch.device, kernels.Backend]
     merges: list[InPlaceMerge]
     kept: bool
     others: list[InPlaceMerge] | None = None
 
-    def stand(self, facts: list[Any], strategy: str | None, rounding: str) -> bool:
+    def stand(self, facts: list[Any], strategy: Strategy | None, rounding: Rounding) -> bool:
         same = all(kernels.pick(device) is backend for device, backend in self.backends.items())
         same = same and (self.strategy, self.rounding) == (strategy, rounding)
         return same and (self.facts is facts or self.facts == facts)
@@ -96,8 +97,8 @@ class MergedBlock:
         model: Any,
         *,
         adapter_names: tuple[str, ...] | None = None,
-        strategy: str | None = None,
-        rounding: str = "nearest",
+        strategy: Strategy | None = None,
+        rounding: Rounding = "nearest",
     ) -> None:
         self.seed: int | None = None
         self._model, self._names, self._strategy, self._rounding = model, adapter_names, strategy, rounding
@@ -457,7 +458,12 @@ class _Restore:
 
 
 def _merges_for(
-    model: Live, adapted: bool, deltas: Sequence[Delta], jobs: Sequence[Job], strategy: str | None, rounding: str
+    model: Live,
+    adapted: bool,
+    deltas: Sequence[Delta],
+    jobs: Sequence[Job],
+    strategy: Strategy | None,
+    rounding: Rounding,
 ) -> _Known:
     """Return the merges of an earlier entry if nothing that they depend on has changed on any rank, or new ones."""
     known, ranks, facts = _merges.get(model.key), model.ranks, model.snapshot().facts
@@ -471,7 +477,9 @@ def _merges_for(
     return known
 
 
-def _made(model: Live, deltas: Sequence[Delta], jobs: Sequence[Job], strategy: str | None, rounding: str) -> _Known:
+def _made(
+    model: Live, deltas: Sequence[Delta], jobs: Sequence[Job], strategy: Strategy | None, rounding: Rounding
+) -> _Known:
     """Return merges for a model as it is. Collective over its ranks."""
     ranks, facts = model.ranks, model.snapshot().facts
     deltas = model.everyones(deltas)

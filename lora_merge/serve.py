@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .choices import Pause
 from .engine.control.calls import drive
 from .engine.load_adapter import check_blocking, load, unload
 from .engine.push.replica import SyncReport
@@ -25,7 +26,7 @@ def load_adapter(
     base: str | Path | None = None,
     name: str | None = None,
     device: str | torch.device = "cpu",
-    pause: str = "keep",
+    pause: Pause = "keep",
     verify: bool = False,
 ) -> SyncReport:
     """Merge an adapter that PEFT has saved into a running engine.
@@ -71,7 +72,7 @@ async def aload_adapter(
     base: str | Path | None = None,
     name: str | None = None,
     device: str | torch.device = "cpu",
-    pause: str = "keep",
+    pause: Pause = "keep",
     verify: bool = False,
 ) -> SyncReport:
     """Merge an adapter that PEFT has saved into a running `AsyncLLM`, in its event loop.
@@ -83,7 +84,7 @@ async def aload_adapter(
     return await load(engine, folder, base=base, name=name, device=device, pause=pause, verify=verify)
 
 
-def unload_adapter(engine: Any, *, pause: str = "keep") -> SyncReport:
+def unload_adapter(engine: Any, *, pause: Pause = "keep") -> SyncReport:
     """Take off the adapter that `load_adapter` merged: bit for bit, the weights are those that the engine was started
     with.
 
@@ -104,7 +105,7 @@ def unload_adapter(engine: Any, *, pause: str = "keep") -> SyncReport:
     return drive(unload(engine, pause=pause))
 
 
-async def aunload_adapter(engine: Any, *, pause: str = "keep") -> SyncReport:
+async def aunload_adapter(engine: Any, *, pause: Pause = "keep") -> SyncReport:
     """Take off the adapter that `aload_adapter` merged, in the event loop of an `AsyncLLM`.
 
         await aunload_adapter(engine)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .choices import DType, Rounding
 from .errors import InvalidInput
 from .kernels.checks import check_dtype
 from .models.delta import Delta, whole_job
@@ -113,7 +114,7 @@ class RoundingLoss:
 
 
 def rounding_loss(
-    model: nn.Module, dtype: torch.dtype | str = torch.bfloat16, *, rounding: str = "nearest", seed: int | None = None
+    model: nn.Module, dtype: DType = torch.bfloat16, *, rounding: Rounding = "nearest", seed: int | None = None
 ) -> list[RoundingLoss]:
     """Measure how much of each adapter's update is lost when merged weights are rounded to the rollout's dtype.
 
@@ -173,7 +174,7 @@ class Change:
         return self.kept / (self.update * self.arrived) ** 0.5 if self.arrived else float("nan")
 
 
-def change_of(delta: Delta, dtype: torch.dtype, rounding: str = "nearest", seed: int | None = None) -> Change:
+def change_of(delta: Delta, dtype: torch.dtype, rounding: Rounding = "nearest", seed: int | None = None) -> Change:
     """Return what a delta changes of its weight, which is whole and has values, in float64, a block of rows at a
     time."""
     if not delta.weight.whole:

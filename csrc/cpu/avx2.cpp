@@ -4,12 +4,7 @@
 
 #include "kernel.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#endif
+LORA_MERGE_BEGIN_TARGET("avx2,fma,f16c")
 
 namespace lora_merge::cpu {
 namespace {
@@ -126,12 +121,7 @@ inline void drain() { _mm_sfence(); }
 inline void prefetch(const void* p) { _mm_prefetch(p, _MM_HINT_T0); }
 
 #include "broadcast.h"
-#include "fused.h"
-
-using Products = Fused;
-
-#include "merge.h"
-#include "tracked.h"
+#include "plain.h"
 
 }  // namespace
 
@@ -139,9 +129,5 @@ const Kernels kAvx2{"avx2", kPanel, merge, row_norms, track, write, checksum, un
 
 }  // namespace lora_merge::cpu
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+LORA_MERGE_END_TARGET
 #endif

@@ -4,13 +4,7 @@
 
 #include "kernel.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c"))), \
-                             apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")
-#endif
+LORA_MERGE_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")
 
 namespace lora_merge::cpu {
 namespace {
@@ -29,12 +23,7 @@ inline bool any_special(const F (&t)[kTileRows][2]) {
 constexpr bool kPlainDiffers = false;
 
 #include "broadcast.h"
-#include "fused.h"
-
-using Products = Fused;
-
-#include "merge.h"
-#include "tracked.h"
+#include "plain.h"
 
 }  // namespace
 
@@ -42,9 +31,5 @@ const Kernels kAvx512{"avx512", kPanel, merge, row_norms, track, write, checksum
 
 }  // namespace lora_merge::cpu
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+LORA_MERGE_END_TARGET
 #endif

@@ -4,13 +4,7 @@
 #if defined(__x86_64__) && (defined(__clang__) || __GNUC__ >= 10)
 #include <immintrin.h>
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c,avx512bf16"))), \
-                             apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c,avx512bf16")
-#endif
+LORA_MERGE_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c,avx512bf16")
 
 namespace lora_merge::cpu {
 namespace {
@@ -36,11 +30,7 @@ const Kernels* avx512_bf16() { return Paired::in_order() ? &kAvx512Bf16 : nullpt
 
 }  // namespace lora_merge::cpu
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+LORA_MERGE_END_TARGET
 #elif defined(__x86_64__)
 namespace lora_merge::cpu {
 const Kernels* avx512_bf16() { return nullptr; }

@@ -126,12 +126,7 @@ inline void drain() {}
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
 #include "broadcast.h"
-#include "fused.h"
-
-using Products = Fused;
-
-#include "merge.h"
-#include "tracked.h"
+#include "plain.h"
 
 }  // namespace
 

@@ -2,6 +2,17 @@
 #pragma once
 #include "../segments.h"
 
+// What lies between is compiled for these instructions of a processor.
+#define LORA_MERGE_PRAGMA(text) _Pragma(#text)
+#if defined(__clang__)
+#define LORA_MERGE_BEGIN_TARGET(names) \
+  LORA_MERGE_PRAGMA(clang attribute push(__attribute__((target(names))), apply_to = function))
+#define LORA_MERGE_END_TARGET LORA_MERGE_PRAGMA(clang attribute pop)
+#else
+#define LORA_MERGE_BEGIN_TARGET(names) LORA_MERGE_PRAGMA(GCC push_options) LORA_MERGE_PRAGMA(GCC target names)
+#define LORA_MERGE_END_TARGET LORA_MERGE_PRAGMA(GCC pop_options)
+#endif
+
 namespace lora_merge::cpu {
 
 // Storage types; the arithmetic is float32.

@@ -145,12 +145,7 @@ __attribute__((always_inline)) inline void multiply(const float* a, const float*
   }
 }
 
-#include "fused.h"
-
-using Products = Fused;
-
-#include "merge.h"
-#include "tracked.h"
+#include "plain.h"
 
 }  // namespace
 

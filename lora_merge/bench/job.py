@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -212,6 +212,26 @@ def measure(method: Method, matrices: Sequence[Matrix], device: torch.device, re
     }
 
 
+_COPIES = {"lora_merge in place": 3, "merged() enter+exit": 5, "peft": 20, "addmm_": 12}
+"""Copies that one run of a method takes, there and back; others take 2."""
+
+
+def seconds_of(
+    methods: Iterable[str], matrices: Sequence[Matrix], args: argparse.Namespace, copies: Sequence[float]
+) -> float:
+    """Estimate how long all methods take: each is checked against float64 and timed. Runs the check of one matrix.
+
+    Args:
+        copies: milliseconds of a large copy.
+    """
+    least = min(matrices, key=lambda m: m.weight.numel())
+    share = least.weight.numel() / sum(m.weight.numel() for m in matrices)
+    check_ms = timing.milliseconds(lambda: least.compare(least.base()), args.device) / share
+    check_ms /= min(len(matrices), torch.get_num_threads()) if args.device.type == "cpu" else 1
+    run_s = [_COPIES.get(name, 2) * timing.typical(args.device)(copies) / 1e3 for name in methods]
+    return sum(check_ms / 1e3 + 3 * one + min(args.repeat * one, BUDGET_S) for one in run_s)
+
+
 def product_parts(device: torch.device, dtype: torch.dtype, adapter_dtype: torch.dtype, rank: int) -> int:
     """Return how many products of the matrix unit one of the adapter takes, where weights and results have one dtype.
 
@@ -235,10 +255,11 @@ def compare_methods(
     largest = max(_BESIDE * m.weight.numel() for m in matrices)
     progress.say("the machine's limits: one large copy of the same bytes, and products of matrices")
     copies, operations = timing.copies(nbytes, args.device, args.repeat), timing.operations(args.device, args.repeat)
+    progress.note(f"{len(methods)} methods: {report.words_of(seconds_of(methods, matrices, args, copies))}")
     measured: dict[str, dict[str, Any]] = {}
     skipped: dict[str, str] = {}
-    for name, make in methods.items():
-        progress.say(name)
+    for number, (name, make) in enumerate(methods.items(), start=1):
+        progress.say(f"{number} of {len(methods)}: {name}")
         if why := lacking("it", int(ROOM.get(name, 0) * nbytes) + largest, args.device):
             skipped[name] = why
             progress.advance()
@@ -313,6 +334,9 @@ def prepare(args: argparse.Namespace, progress: report.Progress) -> tuple[PeftMo
         folder = args.work / f"qwen2-128m-{args.dtype}"
         adapter = args.work / f"{folder.name}-adapter-rank{args.rank}"
         if not folder.exists():
+            progress.note(
+                "a first run makes a model of 128M parameters and trains an adapter: a minute or two on a CPU"
+            )
             progress.say(f"writing checkpoint {folder.name}")
             checkpoint.write_checkpoint(folder, checkpoint.QWEN2, dtype)
         if not adapter.exists():

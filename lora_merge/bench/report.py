@@ -113,20 +113,36 @@ COLUMNS: dict[str, Callable[[Record], str]] = {
     "extra\nMiB": lambda m: f"{m['extra_bytes'] / 2**20:.1f}",
     "host\nMiB": lambda m: f"{m['host_bytes'] / 2**20:.0f}" if m["host_bytes"] else "",
     "launch-\nes": lambda m: str(m["launches"]),
-    "max\nulp": lambda m: str(m["max_ulp"]),
     "mis-\nrounded": lambda m: f"{m['misrounded']:.4%}",
-    "x round-\ning": lambda m: f"{m['x_rounding']:.4f}",
+    "error": lambda m: f"{m['x_rounding']:.4f}",
     "re-\nstored": lambda m: "yes" if m["restored"] else "no",
 }
 """Heading -> one figure of a method, as text."""
-MERGE = ("ms", "x copy", "copy\nlimit", "product\nlimit", "extra\nMiB", "max\nulp", "mis-\nrounded", "re-\nstored")
+MERGE = ("ms", "x copy", "copy\nlimit", "product\nlimit", "extra\nMiB", "error", "mis-\nrounded", "re-\nstored")
 """Columns that 80 characters hold."""
-LEGEND = (
-    "ms: one merge; there and back where the name says so. copy limit, product limit: shares of the machine's speed at "
-    "one large copy, and at products of large matrices. extra MiB: peak memory beside weights, adapters and a given "
-    "destination. max ulp, misrounded: every element against float64, rounded once; x rounding: RMS error in "
-    "multiples of what one rounding leaves. restored: whether the method's own way back brings every bit back."
-)
+LEGEND = {
+    "ms": "milliseconds of one merge of all matrices; of merged() and what is called there and back, both ways",
+    "back\nms": "milliseconds of the method's own way back",
+    "x copy": "the same in large copies of as many bytes; a merge cannot take less than 1",
+    "copy\nlimit": "share of the speed at which this machine copies; 100% is the limit",
+    "product\nlimit": "share of the speed at which this machine multiplies large matrices",
+    "extra\nMiB": "peak memory beside weights, adapters and a destination that was given",
+    "host\nMiB": "memory of the host that a step takes while the weights are on a GPU",
+    "launch-\nes": "kernels that one merge starts on a GPU; on a CPU, operators that it calls",
+    "error": "size of the errors (RMS) against float64; 1.0000 is as exact as the dtype can be",
+    "mis-\nrounded": "elements that are not the exact sum, rounded once",
+    "re-\nstored": "whether the method's own way back brings back every bit of the base",
+}
+"""Heading -> what the column says."""
+ROWS = {
+    "lora_merge in place": "one Plan over all weights; back by subtraction",
+    "lora_merge out of place": "one Plan into other tensors; the base is only read",
+    "lora_merge into bf16": "the same, rounded to bf16 once",
+    "merged() enter+exit": "the context manager, there and back",
+    "peft": "PEFT's merge_adapter, and unmerge_adapter back",
+    "addmm_": "torch.addmm_ for each matrix, adapters cut to the weights' dtype before",
+}
+"""Method of the main job -> what it does."""
 
 
 def sheet_of(title: str, first: str, columns: Sequence[str]) -> Table:
@@ -155,10 +171,26 @@ def table(record: Record, columns: Sequence[str] = MERGE) -> None:
         out.print(f"{name}: left out, {reason}")
     which = "least" if record["device"] == "cpu" else "median"
     out.print(
-        f"{record['device_name']}, torch {record['torch']}, backend {record['backend']}, {which} of up to "
+        f"\n{record['device_name']}, torch {record['torch']}, backend {record['backend']}, {which} of up to "
         f"{record['repeat']} runs; a copy moves {2 * record['bytes'] / copy_ms / 1e6:.1f} GB/s, products run at "
-        f"{record['operations_s'] / 1e9:.0f} Gop/s. {LEGEND}"
+        f"{record['operations_s'] / 1e9:.0f} Gop/s"
     )
+    told = {_flat(heading): LEGEND[heading] for heading in columns}
+    told |= {name: ROWS[name] for name in record["methods"] if name in ROWS}
+    width = max(map(len, told))
+    out.print("", *(f"{name:<{width}}  {what}" for name, what in told.items()), sep="\n", soft_wrap=True)
+
+
+def _flat(heading: str) -> str:
+    """Return a heading in one line."""
+    return heading.replace("-\n", "").replace("\n", " ")
+
+
+def words_of(seconds: float) -> str:
+    """Return a time that is not known better than by a half: "about 40 s", "about 3 minutes"."""
+    if seconds < 90:
+        return f"about {max(5, 5 * round(seconds / 5)):d} s"
+    return f"about {max(2, round(seconds / 60)):d} minutes"
 
 
 def _bytes(n: int) -> str:
@@ -219,7 +251,7 @@ def plot(record: Record, file: Path) -> None:
         heading = f"{title(record)}\n{record['device_name']}, torch {record['torch']}"
         fig.suptitle(heading, x=0.01, ha="left", fontsize=11)
         for ax, (caption, widths, labels) in zip(axes, panels, strict=True):
-            ax.barh(list(record["methods"]), widths, color=colours, height=0.6)
+            drawn = ax.barh(list(record["methods"]), widths, color=colours, height=0.6)
             # The label of the longest bar needs room on the right.
             ax.set_xlim(0, max([*widths, 1e-4]) * 1.9)
             ax.xaxis.set_major_locator(mpl.ticker.MaxNLocator(5))
@@ -230,6 +262,8 @@ def plot(record: Record, file: Path) -> None:
             ax.tick_params(axis="y", length=0)
             ax.grid(axis="x", color="#e6e8ec", linewidth=0.8)
             ax.set_axisbelow(True)
+            if ax is axes[0]:
+                _mark_cuts(ax, [bar for bar, m in zip(drawn, figures, strict=True) if m["x_copy"] > LONGEST])
         for ax in axes[1:]:
             ax.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1, decimals=None))
         axes[0].axvline(1, color="#d1242f", linewidth=1.5, linestyle=(0, (4, 2)))
@@ -237,3 +271,15 @@ def plot(record: Record, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         fig.savefig(file, dpi=150)
         plt.close(fig)
+
+
+def _mark_cuts(ax: Any, bars: Sequence[Any]) -> None:
+    """Draw a gap of two slanted lines through each bar that is longer than it is drawn."""
+    for bar in bars:
+        begin, low, high = 0.8 * bar.get_width(), bar.get_y() - 0.06, bar.get_y() + bar.get_height() + 0.06
+        slant, gap = 0.03 * bar.get_width(), 0.025 * bar.get_width()
+        ax.fill(
+            [begin, begin + slant, begin + slant + gap, begin + gap], [high, low, low, high], color="white", zorder=3
+        )
+        for at in (begin, begin + gap):
+            ax.plot([at, at + slant], [high, low], color="#57606a", linewidth=1, zorder=4)

@@ -13,7 +13,6 @@ from .output import add_json, tell
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     add_options(parser, cache())
     parser.add_argument(
         "--save", type=Path, metavar="FILE", dest="json_file", help="write all figures into this file, as JSON"
@@ -22,7 +21,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Run it."""
     if (options.model is None) != (options.adapter is None):
         raise InvalidInput("--model and --adapter come together: give both, or neither")
     if options.device.type == "cuda":

@@ -8,12 +8,10 @@ from .output import REFUSED, add_json, tell
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     add_json(parser)
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Run it."""
     from ..doctor import examine
 
     found = examine()

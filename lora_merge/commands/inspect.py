@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument(
         "adapter", metavar="ADAPTER", help="folder that PEFT has saved, or its name on the hub (owner/name)"
     )
@@ -28,7 +27,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def inspect(options: argparse.Namespace) -> int:
-    """Run it."""
     from ..saving.inspect import inspect_adapter
 
     found = inspect_adapter(options.adapter, options.base)

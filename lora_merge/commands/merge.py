@@ -6,27 +6,20 @@ import argparse
 import ctypes
 import sys
 import warnings
+from typing import get_args
 
 import torch
 
 from ..bench.options import device
+from ..choices import DTYPES, Rounding, Tokenizer
 from ..errors import InvalidInput
 from .output import add_json, progress, tell
 
 _MMAP_THRESHOLD = -3
 """M_MMAP_THRESHOLD of mallopt(3)."""
-DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "float32": torch.float32,
-    "fp32": torch.float32,
-}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("base", metavar="BASE", help="folder of the base model, or its name on the hub (owner/name)")
     parser.add_argument(
         "adapters",
@@ -54,19 +47,20 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rounding",
         default="nearest",
-        choices=("nearest", "stochastic"),
+        choices=get_args(Rounding),
         help="how sums are rounded to that dtype; stochastic needs --seed (default: nearest)",
     )
     parser.add_argument("--seed", type=int, help="seed of stochastic rounding, a whole number")
     parser.add_argument(
-        "--shard-size",
+        "--max-shard-size",
+        "--shard-size",  # its older name
         type=_size,
         metavar="SIZE",
         help="largest size of one weight file, such as 5GB or 500MiB (default: the same files as the base)",
     )
     parser.add_argument(
         "--tokenizer",
-        choices=("base", "adapter"),
+        choices=get_args(Tokenizer),
         help="whose tokenizer, chat template and processor go along (default: the adapter's where it has one that "
         "differs from the base's, and a note says in what)",
     )
@@ -81,7 +75,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def merge(options: argparse.Namespace) -> int:
-    """Run it."""
     from ..saving import merge_checkpoint
     from ..saving.origin import DoubtfulBase
 
@@ -95,10 +88,10 @@ def merge(options: argparse.Namespace) -> int:
             each=options.each,
             scales=_scales(options.scale),
             device=options.device,
-            dtype=DTYPES[options.dtype] if options.dtype else None,
+            dtype=options.dtype,
             rounding=options.rounding,
             seed=options.seed,
-            shard_size=options.shard_size,
+            max_shard_size=options.max_shard_size,
             tokenizer=options.tokenizer,
             strict=options.strict,
             force=options.force,

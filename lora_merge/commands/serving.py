@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
 from ..bench.options import device
+from ..choices import Pause
 from .output import add_json, tell
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def add_load(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `load`."""
     _add_url(parser)
     parser.add_argument("adapter", metavar="ADAPTER", help="folder that PEFT has saved, with adapter_config.json")
     parser.add_argument(
@@ -37,7 +37,6 @@ def add_load(parser: argparse.ArgumentParser) -> None:
 
 
 def add_unload(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `unload`."""
     _add_url(parser)
     _add_pause(parser)
 
@@ -54,14 +53,13 @@ def _add_pause(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pause",
         default="keep",
-        choices=("keep", "wait", "abort"),
+        choices=get_args(Pause),
         help="requests in flight go on with the new weights, finish first, or are aborted (default: keep)",
     )
     add_json(parser)
 
 
 def load(options: argparse.Namespace) -> int:
-    """Run it."""
     from ..serve import load_adapter
 
     report = load_adapter(
@@ -77,7 +75,6 @@ def load(options: argparse.Namespace) -> int:
 
 
 def unload(options: argparse.Namespace) -> int:
-    """Run it."""
     from ..serve import unload_adapter
 
     return _told(options, unload_adapter(options.url, pause=options.pause), f"{options.url} serves its base")

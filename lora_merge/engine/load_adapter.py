@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..choices import Pause
 from ..errors import InvalidInput, PushRefused
 from ..kernels.checks import check_device
 from ..models.peft.folder import needs_values, notes_of, read_folder
@@ -259,7 +260,7 @@ class AdapterLoader:
         InvalidInput: an argument does not fit.
     """
 
-    def __init__(self, engine: Any, *, pause: str = "keep", device: str | torch.device = "cpu") -> None:
+    def __init__(self, engine: Any, *, pause: Pause = "keep", device: str | torch.device = "cpu") -> None:
         check_blocking(engine)
         self._trainer, self._planner, self._device = _trainer_of(engine), _Delegate(), check_device(device)
         self._pusher = Pusher(self._trainer, self._planner, pause=pause, mode="merged", healing=_HEALING)
@@ -297,7 +298,7 @@ async def load(
     base: str | Path | None,
     name: str | None,
     device: str | torch.device,
-    pause: str,
+    pause: Pause,
     verify: bool,
 ) -> SyncReport:
     """Load an adapter; see `serve.load_adapter`."""
@@ -307,7 +308,7 @@ async def load(
     return await _push(Pusher(trainer, planner, pause=pause, mode="merged", healing=_HEALING), verify)
 
 
-async def unload(engine: Any, *, pause: str) -> SyncReport:
+async def unload(engine: Any, *, pause: Pause) -> SyncReport:
     """Unload the adapter; see `serve.unload_adapter`."""
     trainer = _trainer_of(engine)
     return await _push(Pusher(trainer, UnloadPlanner(trainer), pause=pause, mode="base", healing=_HEALING), False)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch.distributed as dist
 from torch import nn
 
+from ..choices import Merge, Mode, Pause, Rounding, Strategy, check_choice
 from ..errors import InvalidInput, PushRefused
 from ..models.pausing import training_of
 from ..shards.ranks import Ranks
@@ -18,14 +20,11 @@ from .configs import computing, config_of
 from .control.base import Control
 from .control.calls import drive
 from .push.channels import Trainer
-from .push.planner import MERGES, PushPlanner
+from .push.planner import PushPlanner
 from .push.pusher import Pusher
 from .push.replica import SyncReport, check_handle
-from .push.sequence import check_pause
 from .push.sharing import Sharing, check_shareable, check_shared_arguments
 from .transport.lent import LENT
-
-MODES = ("merged", "adapter")
 
 
 class EngineSync(Pusher):
@@ -45,22 +44,29 @@ class EngineSync(Pusher):
         model: nn.Module,
         engine: Any,
         *,
-        mode: str = "merged",
-        merge: str = "auto",
-        rounding: str = "nearest",
-        pause: str = "keep",
+        mode: Mode = "merged",
+        merge: Merge = "auto",
+        rounding: Rounding = "nearest",
+        pause: Pause = "keep",
         bucket_bytes: int = BUCKET_BYTES,
-        strategy: str | None = None,
+        strategy: Strategy | None = None,
         share: bool = False,
+        adapter_names: Sequence[str] | None = None,
     ) -> None:
-        if merge not in MERGES:
-            raise InvalidInput(f"merge must be one of {', '.join(MERGES)}, got {merge!r}")
-        check_pause(pause)
-        self._require()
-        _checked(mode)
-        self._weights = MergedWeights(model, rounding=rounding, bucket_bytes=bucket_bytes, strategy=strategy)
-        self._base = MergedWeights(model, bucket_bytes=bucket_bytes, adapters=False, strategy=strategy)
+        for name, value, known in (("merge", merge, Merge), ("pause", pause, Pause), ("mode", mode, Mode)):
+            check_choice(name, value, known)
         engines = engine if isinstance(engine, list | tuple) else [] if engine is None else [engine]
+        self._require(engines)
+        self._weights = MergedWeights(
+            model, rounding=rounding, bucket_bytes=bucket_bytes, strategy=strategy, adapter_names=adapter_names
+        )
+        self._base = self._weights.beside(adapters=False)
+        self._base.strategy = strategy
+        if share and adapter_names is not None:
+            raise InvalidInput(
+                f"share=True got adapter_names={list(adapter_names)}: what is shared holds the adapters that are "
+                "trained (set_adapter); leave adapter_names out"
+            )
         world = Ranks(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
         with world.vote(type(self).__name__):
             controls = [self._control_of(e) for e in engines]
@@ -94,8 +100,8 @@ class EngineSync(Pusher):
         """Make the control plane for a handle."""
         raise NotImplementedError
 
-    def _require(self) -> None:
-        """Raise `MissingExtra` if a package that this class needs is not installed."""
+    def _require(self, engines: Sequence[Any]) -> None:
+        """Raise `MissingExtra` if a package that some of these handles needs is not installed."""
 
     def _complaint(self, model: nn.Module) -> str:
         """Return what to warn of when this model is trained beside such engines; "" for nothing."""
@@ -103,7 +109,23 @@ class EngineSync(Pusher):
 
     # What a user calls
 
-    def push(self, *, mode: str | None = None, verify: bool = False) -> SyncReport:
+    def __enter__(self) -> Self:
+        """Begin a block at whose end `close` is called; for an `AsyncLLM` write `async with`."""
+        if any(control.suspends for control in self._trainer.controls):
+            raise InvalidInput(f"{self.awaited} has to be awaited: write `async with {type(self).__name__}(...)`")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        """Begin a block at whose end `aclose` is awaited."""
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.aclose()
+
+    def push(self, *, mode: Mode | None = None, verify: bool = False) -> SyncReport:
         """Bring the model as it is now into every engine.
 
             report = sync.push()
@@ -130,7 +152,7 @@ class EngineSync(Pusher):
             raise InvalidInput(f"{self.awaited} has to be awaited: use `await apush()` in its event loop")
         return drive(self._push(mode, verify))
 
-    async def apush(self, *, mode: str | None = None, verify: bool = False) -> SyncReport:
+    async def apush(self, *, mode: Mode | None = None, verify: bool = False) -> SyncReport:
         """Bring the model as it is now into every engine, from the event loop of an asynchronous handle; see `push`.
 
             report = await sync.apush()
@@ -194,7 +216,9 @@ class EngineSync(Pusher):
         """Refuse, as long as a trainer shares the engine's weights, what would take them from it."""
 
     async def _push(self, mode: str | None, verify: bool) -> SyncReport:
-        mode = self._mode if mode is None else _checked(mode)
+        if mode is None:
+            mode = self._mode
+        check_choice("mode", mode, Mode)
         _check_served(self._weights, mode)
         if self.sharing is not None:
             self.sharing.lay_again()
@@ -214,9 +238,9 @@ def _check_served(weights: MergedWeights, mode: str) -> None:
             f"train_merged(model) trains the policy that mode='merged' and rounding={training.rounding!r} serve, and "
             f"this would serve another one: mode={mode!r}, rounding={rounding!r}. Change these, or close() the training"
         )
-
-
-def _checked(mode: str) -> str:
-    if mode not in MODES:
-        raise InvalidInput(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-    return mode
+    if training is not None and weights.adapter_names is not None:
+        raise InvalidInput(
+            "train_merged(model) trains the policy of the adapters that act, and "
+            f"adapter_names={list(weights.adapter_names)} would serve another one: leave adapter_names out, or close() "
+            "the training"
+        )

@@ -1,10 +1,9 @@
-"""What integrations share: they check that a trainer's release has the names that they use, and print at start what
+"""What integrations share: they check that a trainer's release has the names that they use, and say at start what
 they took over."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from ..errors import LoraMergeError, MissingExtra
 from ..extras import root_of
+from ..logs import announce
 from .options import SWITCH
 
 
@@ -68,7 +68,7 @@ class Release:
             )
 
     def announce(self, took_over: str) -> None:
-        """Print one line, on the first rank: what was taken over, and with which releases that was tested.
+        """Log one line, on the first rank: what was taken over, and with which releases that was tested.
 
         Args:
             took_over: in words, "VLLMGeneration.sync_weights: merged pushes into the colocated engine".
@@ -80,7 +80,7 @@ class Release:
         )
 
     def announce_training(self, share: bool = False) -> None:
-        """Print one line, on the first rank: the policy is trained on its merged weights.
+        """Log one line, on the first rank: the policy is trained on its merged weights.
 
         Args:
             share: whether these lie in the engine.
@@ -92,7 +92,7 @@ class Release:
         )
 
     def nothing(self, why: str) -> None:
-        """Print one line, on the first rank: nothing of this training is taken over.
+        """Log one line, on the first rank: nothing of this training is taken over.
 
         Args:
             why: in words, "--rlhf_type dpo has no rollout engine".
@@ -102,7 +102,7 @@ class Release:
 
 def _say(what: str) -> None:
     if _rank() == 0:
-        print(f"lora_merge {what}", file=sys.stderr, flush=True)
+        announce(f"lora_merge {what}")
 
 
 def off(trainer: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..choices import DType, Rounding
 from ..errors import InvalidInput
 from ..models.megatron.names import bridge_names
 from ..models.megatron.read import Chunks
@@ -31,7 +32,7 @@ _NAMES = {
 }
 
 
-def bind(bridge: _Bridge, *, dtype: torch.dtype | None = None, rounding: str = "nearest") -> _Bridge:
+def bind(bridge: _Bridge, *, dtype: DType | None = None, rounding: Rounding = "nearest") -> _Bridge:
     """Make the `export_hf_weights` of one bridge yield merged weights; other bridges stay as they are.
 
         bridge = lora_merge.integrations.megatron_bridge.bind(AutoBridge.from_hf_pretrained(path))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from ..engine.sync import MODES
+from ..choices import Mode, Rounding, Train, check_choice
 from ..errors import InvalidInput
-from ..kernels.plan import ROUNDINGS
 
 SWITCH = "LORA_MERGE"
-TRAINS = ("adapters", "merged")
 _OFF = ("", "0", "false", "no", "off")
 _ON = ("1", "true", "yes", "on")
 
@@ -37,20 +36,17 @@ class Options:
         InvalidInput: a value that is none of these.
     """
 
-    mode: str = "merged"
-    rounding: str = "nearest"
+    mode: Mode = "merged"
+    rounding: Rounding = "nearest"
     check: float | None = None
     verify: bool = False
-    train: str = "adapters"
+    train: Train = "adapters"
     share: bool = False
 
     def __post_init__(self) -> None:
-        given = (("mode", self.mode, MODES), ("rounding", self.rounding, ROUNDINGS), ("train", self.train, TRAINS))
+        given = (("mode", self.mode, Mode), ("rounding", self.rounding, Rounding), ("train", self.train, Train))
         for name, value, known in given:
-            if value not in known:
-                raise InvalidInput(
-                    f"{name} must be one of {', '.join(known)}, got {value!r} (or {SWITCH}_{name.upper()})"
-                )
+            check_choice(name, value, known, f" (or {SWITCH}_{name.upper()})")
         if self.check is not None and not 0 < self.check < 1:
             raise InvalidInput(f"check must lie between 0 and 1, got {self.check} (or {SWITCH}_CHECK)")
         if self.share:
@@ -87,14 +83,13 @@ class Options:
                 f"{SWITCH}_TRAIN=merged is for TRL, ms-swift, verl and Transformers, and not with Megatron: leave it "
                 "out, or call lora_merge.train_merged(model) in your script before training"
             )
-        return cls(
-            mode=found.get(f"{SWITCH}_MODE", "merged"),
-            rounding=found.get(f"{SWITCH}_ROUNDING", "nearest"),
-            check=_bound(found.get(f"{SWITCH}_CHECK", "")),
-            verify=_flag(f"{SWITCH}_VERIFY", found.get(f"{SWITCH}_VERIFY", "")),
-            train=found.get(f"{SWITCH}_TRAIN", "adapters"),
-            share=shares_weights(found),
-        )
+        named: dict[str, Any] = {  # words, which are checked
+            "mode": found.get(f"{SWITCH}_MODE", "merged"),
+            "rounding": found.get(f"{SWITCH}_ROUNDING", "nearest"),
+            "train": found.get(f"{SWITCH}_TRAIN", "adapters"),
+        }
+        check, verify = (found.get(f"{SWITCH}_{name}", "") for name in ("CHECK", "VERIFY"))
+        return cls(**named, check=_bound(check), verify=_flag(f"{SWITCH}_VERIFY", verify), share=shares_weights(found))
 
 
 def trains_merged(environment: Mapping[str, str] | None = None) -> bool:

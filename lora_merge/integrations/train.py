@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from ..choices import Rounding
 from ..training.check import check_trainable
 from ..training.session import Training, train_merged
 
@@ -26,7 +27,7 @@ class TrainsMerged(TrainerCallback):
         InvalidInput, UnsupportedAdapter: it cannot be trained so; nothing was changed.
     """
 
-    def __init__(self, model: Any, rounding: str = "nearest") -> None:
+    def __init__(self, model: Any, rounding: Rounding = "nearest") -> None:
         check_trainable(model, rounding)
         self._rounding = rounding
         self.training: Training | None = None
@@ -44,7 +45,6 @@ class TrainsMerged(TrainerCallback):
         return trained
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Begin."""
         self.close()
         self.training = train_merged(model, rounding=self._rounding)
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..choices import DTYPES
 from ..errors import InvalidInput
 from .bindings.layout import MAX_RANK, MAX_SIDE
 from .packed import Packed, in_reach, memory
@@ -37,8 +38,7 @@ def check_dtype(dtype: object) -> torch.dtype | None:
     Raises:
         InvalidInput: it is none of bfloat16, float16 and float32.
     """
-    named = {str(known).removeprefix("torch."): known for known in FLOATS}
-    found = named.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    found = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     if found is None and dtype is None:
         return None
     if not isinstance(found, torch.dtype) or found not in FLOATS:

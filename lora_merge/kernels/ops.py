@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..choices import DType, Rounding
 from ..errors import InvalidInput
 from .checks import check_dense, check_dtype, check_scaling, check_word
 from .plan import Plan, check_rounding
@@ -84,8 +85,8 @@ def merge(
     scaling: float,
     *,
     out: Tensor | None = None,
-    dtype: torch.dtype | str | None = None,
-    rounding: str = "nearest",
+    dtype: DType | None = None,
+    rounding: Rounding = "nearest",
     seed: int | None = None,
 ) -> Tensor:
     """Return `round(weight + scaling * lora_B @ lora_A)`, computed in one pass; the weight is only read.
@@ -132,7 +133,7 @@ def run_segments(
     *,
     first: list[int] | None = None,
     pitch: list[tuple[int, int]] | None = None,
-    rounding: str = "nearest",
+    rounding: Rounding = "nearest",
     seed: int | None = None,
 ) -> None:
     """Merge many rectangles in one launch: `destinations[i] = round(sources[i] + scaling[i] * lora_B[i] @ lora_A[i])`.
@@ -217,7 +218,12 @@ def _segment(weight: Tensor, out: Tensor, lora_A: Tensor, lora_B: Tensor, scalin
 
 
 def _merge_(
-    weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float, rounding: str = "nearest", seed: int | None = None
+    weight: Tensor,
+    lora_A: Tensor,
+    lora_B: Tensor,
+    scaling: float,
+    rounding: Rounding = "nearest",
+    seed: int | None = None,
 ) -> None:
     Plan([_segment(weight, weight, lora_A, lora_B, scaling)]).run(rounding=rounding, seed=seed)
     _written(weight)
@@ -229,7 +235,7 @@ def _merge(
     lora_B: Tensor,
     scaling: float,
     dtype: torch.dtype | None = None,
-    rounding: str = "nearest",
+    rounding: Rounding = "nearest",
     seed: int | None = None,
 ) -> Tensor:
     out = _new(weight, dtype)
@@ -242,7 +248,7 @@ def _merge_out(
     lora_A: Tensor,
     lora_B: Tensor,
     scaling: float,
-    rounding: str = "nearest",
+    rounding: Rounding = "nearest",
     seed: int | None = None,
     *,
     out: Tensor,
@@ -260,7 +266,7 @@ def _run_segments(
     names: list[str],
     first: list[int],
     pitch: list[int],
-    rounding: str = "nearest",
+    rounding: Rounding = "nearest",
     seed: int | None = None,
 ) -> None:
     lists: dict[str, Sequence[object]] = {
@@ -310,7 +316,7 @@ def _fake_merge(
     lora_B: Tensor,
     scaling: float,
     dtype: torch.dtype | None = None,
-    rounding: str = "nearest",
+    rounding: Rounding = "nearest",
     seed: int | None = None,
 ) -> Tensor:
     _refuse_meta(weight=weight, lora_A=lora_A, lora_B=lora_B)

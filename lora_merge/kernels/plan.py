@@ -10,6 +10,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from ..choices import Rounding, check_choice
 from ..errors import InvalidInput
 from .backend import pick
 from .checks import check_overlaps, check_segment, check_segments, only_norms
@@ -17,7 +18,6 @@ from .packed import Packed, read_bytes
 from .scaled.weights import Scaled, check_scaled, is_scaled, place
 from .segments import Segment, seed_key
 
-ROUNDINGS = ("nearest", "stochastic")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -115,7 +115,7 @@ class Plan:
 
     @untraced
     @writes
-    def run(self, *, rounding: str = "nearest", seed: int | None = None) -> bool | None:
+    def run(self, *, rounding: Rounding = "nearest", seed: int | None = None) -> bool | None:
         """Execute every segment, on the current stream; a run on another stream waits for the one before it.
 
         Captured in a CUDA graph, a run reads the plan's own tables at every replay: keep the plan as long as the graph,
@@ -166,10 +166,9 @@ class Plan:
         return [norms if some else out.new_zeros(rows) for norms, (rows, some) in parts]
 
 
-def check_rounding(rounding: str, seed: int | None) -> None:
+def check_rounding(rounding: Rounding, seed: int | None) -> None:
     """Raise `InvalidInput` unless the pair means something."""
-    if rounding not in ROUNDINGS:
-        raise InvalidInput(f"rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
+    check_choice("rounding", rounding, Rounding)
     if rounding == "stochastic" and seed is None:
         raise InvalidInput("rounding='stochastic' got seed=None: pass seed=, a whole number that draws the bits")
     if rounding != "stochastic" and seed is not None:

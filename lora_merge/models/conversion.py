@@ -95,7 +95,7 @@ class Conversion:
         outside = {name: t for name, t in tensors.items() if not name.startswith(self._prefix)}
         shapes = self._shapes or {name: tensor.shape for name, tensor in inside.items()}
         converted = revert_weight_conversion(_Plain(self._root, shapes), inside)
-        return outside | {self._prefix + name: _single(t) for name, t in converted.items()}
+        return outside | {self._prefix + name: t[0] if isinstance(t, list) else t for name, t in converted.items()}
 
 
 _CODES = {f"transformers.integrations.{method}" for method in ("bitsandbytes", "torchao")}
@@ -114,7 +114,8 @@ class _Plain:
         self._root, self._shapes = root, shapes
         known = getattr(root, "_weight_conversions", None)
         if known:
-            self._weight_conversions = [c for c in known if not any(map(_reads_codes, getattr(c, "operations", ())))]
+            operations = [(c, getattr(c, "operations", ())) for c in known]
+            self._weight_conversions = [c for c, of in operations if not any(type(o).__module__ in _CODES for o in of)]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._root, name)
@@ -125,10 +126,6 @@ class _Plain:
             return torch.empty(self._shapes[name], device="meta")
         found: Any = {t.name: t.tensor for t in named_tensors(self._root)}.get(name)
         return self._root.get_parameter(name) if found is None else found
-
-
-def _reads_codes(operation: Any) -> bool:
-    return type(operation).__module__ in _CODES
 
 
 class _ViewsOnly(TorchFunctionMode):
@@ -195,7 +192,3 @@ def saved_names(names: Sequence[str], patterns: Iterable[str]) -> list[str]:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _single(value: Any) -> Tensor:
-    return value[0] if isinstance(value, list) else value

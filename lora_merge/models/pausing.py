@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
+from ..choices import Rounding
 from ..names import lineage
 
 _TUNER_LAYER = "peft.tuners.tuners_utils.BaseTunerLayer"
@@ -20,7 +21,7 @@ class Trained(Protocol):
         rounding: of these.
     """
 
-    rounding: str
+    rounding: Rounding
 
     def pause(self) -> None:
         """Bring the base back."""

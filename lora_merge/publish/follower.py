@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from ..choices import Pause
 from ..engine.load_adapter import AdapterLoader
 from ..engine.push.replica import SyncReport
 from ..engine.state import State
@@ -68,7 +69,7 @@ class Follower:
         *,
         base: str | Path | None = None,
         key: str | bytes | None = None,
-        pause: str = "keep",
+        pause: Pause = "keep",
         name: str | None = None,
         told: Callable[[str], None] | None = None,
     ) -> None:
@@ -257,7 +258,7 @@ def _first(notes: dict[int, str]) -> str:
     return notes[max(notes)] + (f" (and {len(notes) - 1} more)" if len(notes) > 1 else "")
 
 
-def waited(report: SyncReport, pause: str = "keep") -> float:
+def waited(report: SyncReport, pause: Pause = "keep") -> float:
     """Return the seconds in which an engine stood still for a version. Where requests are waited for, or ended, that
     comes before it receives the version."""
     phases = ("pause", "finish", "resume") if pause == "keep" else ("pause", "transfer", "finish", "resume")

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..errors import InvalidInput, UnsupportedAdapter
 from ..kernels.segments import FLOATS
-from ..models.delta import Delta
 from ..models.peft.files import CONFIG, PICKLED, TENSORS, file_of
 from ..models.peft.folder import elsewhere, notes_of
 from ..models.peft.tokens import TRAINED, WRAPPED
@@ -245,7 +244,7 @@ def _updates(base: Checkpoint, adapter: Sum, found: Mapping[str, Entry]) -> list
             weight = values[source] if mine is None else mine
             kept = base.kept(next(iter(entries)))
             dtype = kept if kept in FLOATS else torch.float32
-            change: Change = change_of(_with(delta, weight), dtype)
+            change: Change = change_of(replace(delta, weight=whole(weight)), dtype)
             updates.append(
                 Update(
                     delta.name,
@@ -257,10 +256,6 @@ def _updates(base: Checkpoint, adapter: Sum, found: Mapping[str, Entry]) -> list
                 )
             )
     return updates
-
-
-def _with(delta: Delta, weight: Tensor) -> Delta:
-    return replace(delta, weight=whole(weight))
 
 
 def _misfits(alone: Inspected, base: Checkpoint) -> list[str]:

@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..choices import DType, Rounding
 from ..errors import InvalidInput
+from ..kernels.plan import check_rounding
 from ..models.live import live
 from ..models.peft.chosen import originals
 from ..names import lineage, walk
@@ -38,8 +40,8 @@ def save_merged(
     out: str | Path,
     *,
     max_shard_size: int | str = SHARD_SIZE,
-    dtype: torch.dtype | str | None = None,
-    rounding: str = "nearest",
+    dtype: DType | None = None,
+    rounding: Rounding = "nearest",
     seed: int | None = None,
     adapter_names: Sequence[str] | None = None,
     tokenizer: Any = None,
@@ -84,10 +86,7 @@ def save_merged(
     """
     begin = time.perf_counter()
     size = size_of(max_shard_size)
-    if rounding == "stochastic" and seed is None:
-        raise InvalidInput("rounding='stochastic' got seed=None: pass seed=, a whole number that draws the bits")
-    if rounding != "stochastic" and seed is not None:
-        raise InvalidInput(f"rounding={rounding!r} got seed={seed}: a seed belongs to rounding='stochastic' only")
+    check_rounding(rounding, seed)
     weights = MergedWeights(
         model, bucket_bytes=bucket_bytes, dtype=dtype, rounding=rounding, adapter_names=adapter_names
     )

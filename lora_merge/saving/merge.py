@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..choices import DType, Rounding, Tokenizer
 from ..errors import InvalidInput
 from ..kernels.checks import check_device, check_dtype
 from ..kernels.packed import Packed
@@ -77,15 +78,16 @@ def merge_checkpoint(
     each: bool = False,
     scales: Mapping[str, float] | None = None,
     device: str | torch.device = "cpu",
-    dtype: torch.dtype | str | None = None,
-    rounding: str = "nearest",
+    dtype: DType | None = None,
+    rounding: Rounding = "nearest",
     seed: int | None = None,
-    shard_size: int | str | None = None,
-    tokenizer: str | None = None,
+    max_shard_size: int | str | None = None,
+    tokenizer: Tokenizer | None = None,
     strict: bool = False,
     force: bool = False,
     verify: bool = False,
     progress: Told | None = None,
+    shard_size: int | str | None = None,
 ) -> list[Saved]:
     """Merge adapters that PEFT has saved into a base on disk, and write the result as a checkpoint of its own.
 
@@ -106,7 +108,7 @@ def merge_checkpoint(
         dtype: dtype of floating-point parameters in the result: bfloat16, float16 or float32; default: the base's; of a
             quantised one what it was quantised from, or, where codes do not say, what its config says.
         rounding, seed: as in `merge`.
-        shard_size: largest size of one weight file, in bytes or as "5GB"; default: the same files as the base; of a
+        max_shard_size: largest size of one weight file, in bytes or as "5GB"; default: the same files as the base; of a
             quantised base 5 GB.
         tokenizer: "base" or "adapter": whose tokenizer, chat template and processor go along; default: the adapter's
             where its folder has one that differs, and a note says in what.
@@ -115,6 +117,7 @@ def merge_checkpoint(
         force: replace everything that is in `out`.
         verify: read the result back from disk and compare checksums.
         progress: called with (bytes done, bytes in all) as it goes on.
+        shard_size: the older name of max_shard_size.
 
     Returns:
         what was written: one entry, or one for each adapter with `each`.
@@ -127,7 +130,10 @@ def merge_checkpoint(
     check_rounding(rounding, seed)
     dtype = check_dtype(dtype)
     device = check_device(device)
-    size = None if shard_size is None else size_of(shard_size)
+    if shard_size is not None and max_shard_size is not None:
+        raise InvalidInput(f"max_shard_size={max_shard_size!r} got shard_size={shard_size!r}, its older name: pass one")
+    largest = shard_size if max_shard_size is None else max_shard_size
+    size = None if largest is None else size_of(largest)
     adapters = [adapters] if isinstance(adapters, str | Path) else adapters
     if not adapters:
         raise InvalidInput("adapters: expected at least one folder, got none")

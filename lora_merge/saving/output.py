@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..choices import Tokenizer
 from ..kernels.packed import Packed, moved
 from ..kernels.plan import Plan
 from ..kernels.ranges import Made, check_range, narrows, run_in_range
@@ -51,7 +52,7 @@ class Output:
         device: torch.device,
         run: Mapping[str, Any],
         shard_size: int | None,
-        tokenizer: str | None,
+        tokenizer: Tokenizer | None,
         force: bool,
         verify: bool,
     ) -> None:

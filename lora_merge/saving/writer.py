@@ -19,6 +19,7 @@ import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from glob import escape
 from pathlib import Path
 from typing import IO, Any
 
@@ -322,17 +323,13 @@ def check_target(out: Path, force: bool) -> None:
 
 def _remove_leftovers(out: Path) -> None:
     """Remove what runs to the same target left that were killed: their locks are free."""
-    for path in out.parent.glob(f".{_escaped(out.name)}{_MINE}*"):
+    for path in out.parent.glob(f".{escape(out.name)}{_MINE}*"):
         with suppress(OSError):
             if fcntl is None or not (path / _LOCK).is_file():
                 continue
             with (path / _LOCK).open("wb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def _escaped(name: str) -> str:
-    return re.sub(r"([*?[])", r"[\1]", name)
 
 
 def _locked(file: Path) -> IO[bytes]:

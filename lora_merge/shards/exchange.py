@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..choices import Strategy
 from ..errors import InvalidInput
 from ..kernels.packed import bring, in_reach
 from ..kernels.plan import Plan
@@ -22,7 +23,7 @@ _ALIGNMENT = 256
 STRATEGIES = (None, "unshard")
 
 
-def check_strategy(strategy: str | None) -> None:
+def check_strategy(strategy: Strategy | None) -> None:
     """Raise `InvalidInput` unless there is such a way to merge a sharded model."""
     if strategy not in STRATEGIES:
         raise InvalidInput(f"strategy must be None (weights are merged where they lie) or 'unshard', got {strategy!r}")

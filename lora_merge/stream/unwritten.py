@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import AlreadyMerged, InvalidInput
 from ..models.claims import check_base
@@ -60,7 +60,8 @@ class Unwritten:
     def _names(self, tensors: Sequence[Tensor]) -> str:
         """Return the names of some of the tensors, where the model has them under names."""
         ids = set(map(id, tensors))
-        named = [name for module in self._modules[:1] for name, tensor in _everything(module) if id(tensor) in ids]
+        everything = [pair for m in self._modules[:1] for pair in (*m.named_parameters(), *m.named_buffers())]
+        named = [name for name, tensor in everything if id(tensor) in ids]
         if not named:
             return f"{len(tensors)} of the model's tensors"
         more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
@@ -86,7 +87,3 @@ def unwritten(source: Source, layers: Sequence[int], alone: bool) -> Iterator[No
 def layers_of(source: Source) -> list[int]:
     """Return the numbers of PEFT's layers among the modules: the same as long as the key of the reading is."""
     return [at for at, module in enumerate(source.modules) if "merged_adapters" in vars(module)]
-
-
-def _everything(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..choices import DType, Rounding, Strategy, check_choice
 from ..errors import InvalidInput
 from ..inference import outside_inference_mode
 from ..kernels.checks import check_dtype
-from ..kernels.plan import ROUNDINGS
 from ..kernels.segments import FLOATS, raw
 from ..models.claims import Look, check_base, check_readable
 from ..models.conversion import Conversion
@@ -92,14 +92,13 @@ class MergedWeights:
         model: Any,
         *,
         bucket_bytes: int = BUCKET_BYTES,
-        dtype: torch.dtype | str | None = None,
-        rounding: str = "nearest",
+        dtype: DType | None = None,
+        rounding: Rounding = "nearest",
         adapters: bool = True,
         adapter_names: Sequence[str] | None = None,
-        strategy: str | None = None,
+        strategy: Strategy | None = None,
     ) -> None:
-        if rounding not in ROUNDINGS:
-            raise InvalidInput(f"rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
+        check_choice("rounding", rounding, Rounding)
         if not isinstance(adapters, bool):
             raise InvalidInput(f"adapters must be True or False, got {adapters!r}; set_adapter chooses which ones act")
         self.adapter_names = check_names(adapter_names)
@@ -125,6 +124,20 @@ class MergedWeights:
         self._writers: dict[tuple[bool, bool], BucketWriter] = {}
         self._known: tuple[Any, torch.device, Conversion] | None = None
         """The key of the last reading, and what is kept of it."""
+
+    def __repr__(self) -> str:
+        """Return the model's class and the options that differ from their defaults; the model is not read."""
+        model = f"[{len(self.model)} chunks]" if isinstance(self.model, list | tuple) else type(self.model).__name__
+        options = {
+            "dtype": None if self.dtype is None else str(self.dtype).removeprefix("torch."),
+            "rounding": None if self.rounding == "nearest" else self.rounding,
+            "adapters": None if self.adapters else False,
+            "adapter_names": self.adapter_names and list(self.adapter_names),
+            "strategy": self.strategy,
+            "bucket_bytes": None if self.bucket_bytes == BUCKET_BYTES else self.bucket_bytes,
+        }
+        told = (f"{name}={value!r}" for name, value in options.items() if value is not None)
+        return f"{type(self).__name__}({', '.join([model, *told])})"
 
     def metadata(self) -> list[Meta]:
         """Return `(name, dtype, shape)` of every tensor that iteration yields, in its order; merges nothing.
@@ -245,6 +258,18 @@ class MergedWeights:
                         yield slot.name, slot.view(data)
                         fill_next()  # only now: who loops over this held a tensor of the other buffer until it got one
                     del data
+
+    def beside(self, *, adapters: bool = True) -> MergedWeights:
+        """Return another stream of the same model and choice of adapters, as it lies in the base; for what a push
+        brings beside this one.
+
+        Args:
+            adapters: False: the base alone, with the copies of whole modules (`modules_to_save`) that these adapters
+                bring.
+        """
+        made = MergedWeights(self.model, bucket_bytes=self.bucket_bytes, adapters=adapters)
+        made.adapter_names = self.adapter_names
+        return made
 
     def release(self) -> None:
         """Free what is kept of the model between passes, unless a pass is under way; the next pass builds it again."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..choices import Rounding, check_choice
 from ..errors import InvalidInput, UnsupportedAdapter
-from ..kernels.plan import ROUNDINGS
 from ..models.live import Live, check_model, live
 from ..models.pausing import is_trained
 from ..names import innermost
@@ -19,10 +19,9 @@ from ..shards.layout import Layout
 from .layers import Acting, acting, cut_of, layers_of
 
 
-def check_trainable(model: nn.Module, rounding: str = "nearest") -> None:
+def check_trainable(model: nn.Module, rounding: Rounding = "nearest") -> None:
     """Raise unless the model can be trained so, before anything is changed."""
-    if rounding not in ROUNDINGS:
-        raise InvalidInput(f"train_merged: rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
+    check_choice("train_merged: rounding", rounding, Rounding)
     if check_model(model):
         raise InvalidInput(
             "train_merged: layers of megatron-core cannot be trained on merged weights yet: train them by the forward "

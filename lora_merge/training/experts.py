@@ -234,10 +234,6 @@ def _transpose(func: Any, weight: Any, *dims: Any, **kwargs: Any) -> Any:
     return _transposed(weight)
 
 
-def _mT(func: Any, weight: Any, *_: Any) -> Any:
-    return _transposed(weight)
-
-
 def _transposed(weight: _StandIn) -> _StandIn:
     return _StandIn.of(weight.mT, [f.transposed() for f in weight.factors])
 
@@ -266,7 +262,7 @@ _WAYS: dict[Any, Callable[..., Any]] = {
     Tensor.t: _transpose,
     torch.t: _transpose,
     Tensor.T.__get__: _transpose,  # type: ignore[attr-defined]
-    Tensor.mT.__get__: _mT,  # type: ignore[attr-defined]
+    Tensor.mT.__get__: lambda func, weight, *_: _transposed(weight),  # type: ignore[attr-defined]
     Tensor.__getitem__: _getitem,
 }
 """What torch calls on a stand-in -> how that is done without a gradient of its size."""

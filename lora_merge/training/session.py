@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..choices import Rounding
 from ..errors import InvalidInput
 from ..kernels.plan import untraced
 from ..merged_block import MergedBlock
@@ -103,7 +104,7 @@ class Training:
         before_write: called before the weights are written.
     """
 
-    def __init__(self, model: nn.Module, rounding: str = "nearest") -> None:
+    def __init__(self, model: nn.Module, rounding: Rounding = "nearest") -> None:
         self.merges, self.rounding = 0, rounding
         self.before_write: Callable[[], object] = _nothing
         self._model = model
@@ -443,7 +444,7 @@ def _closed() -> Training:
     return training
 
 
-def train_merged(model: nn.Module, *, rounding: str = "nearest") -> Training:
+def train_merged(model: nn.Module, *, rounding: Rounding = "nearest") -> Training:
     """Train on the merged weights from here on: forward and backward compute with the bits that are served.
 
         training = lora_merge.train_merged(model)    # after get_peft_model, fully_shard, DDP

@@ -1,16 +1,19 @@
-"""What an object that pushes is not for: copies of it, and generating by other adapters."""
+"""What an object that pushes needs, and what it is not for: copies of it, and generating by other adapters."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import pickle
+import socket
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import models
 import pytest
 
-from lora_merge import InvalidInput, SglangSync
+from lora_merge import InvalidInput, MissingExtra, PushRefused, SglangSync, VllmSync
 
 
 @pytest.mark.parametrize("call", [copy.copy, copy.deepcopy, pickle.dumps, lambda sync: copy.deepcopy({"a": [sync]})])
@@ -24,6 +27,45 @@ def test_generate_sets_the_adapter_by_itself() -> None:
     sync = SglangSync(models.with_lora(models.qwen2), "http://127.0.0.1:9")
     with pytest.raises(InvalidInput, match=r"generate\(\) sets lora_path by itself; for another adapter"):
         sync.generate("once", lora_path="mine")
+
+
+@pytest.mark.parametrize("kind", [VllmSync, SglangSync])
+def test_a_server_needs_no_engine_here(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A push gets as far as asking it; a handle of this process is another matter."""
+    for name in ("vllm", "sglang"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        with kind(models.with_lora(models.qwen2), [url]) as sync, pytest.raises(PushRefused, match=url):
+            sync.push()
+    with pytest.raises(InvalidInput, match=f"this {kind.__name__} was closed"):
+        sync.push()
+    with pytest.raises(MissingExtra, match=r"VllmSync needs vLLM"):
+        VllmSync(models.with_lora(models.qwen2), [url, object()])
+
+
+def test_a_block_that_has_to_be_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    sync = SglangSync(models.with_lora(models.qwen2), "http://127.0.0.1:9")
+
+    async def block() -> SglangSync:
+        async with sync as entered:
+            return entered
+
+    assert asyncio.run(block()) is sync
+    with pytest.raises(InvalidInput, match="was closed"):
+        sync.push()
+    monkeypatch.setattr(type(sync._trainer.controls[0]), "suspends", True)
+    with pytest.raises(InvalidInput, match=r"has to be awaited: write `async with SglangSync\(\.\.\.\)`"), sync:
+        pass
+
+
+@pytest.mark.parametrize(
+    "option", ["mode", "merge", "pause", "rounding", "strategy"], ids=lambda option: f"{option}='other'"
+)
+def test_words_that_are_none(option: str) -> None:
+    with pytest.raises(InvalidInput, match=f"^{option} must be .*got 'other'"):
+        SglangSync(models.with_lora(models.qwen2), "http://127.0.0.1:9", **{option: "other"})
 
 
 def test_sglang_shares_no_weights() -> None:

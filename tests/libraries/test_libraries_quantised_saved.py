@@ -173,7 +173,7 @@ def test_shards(tmp_path: Path) -> None:
     write_adapter(tmp_path / "adapter", base, qwen2)
     merge_checkpoint(base, tmp_path / "adapter", tmp_path / "one")
     assert [p.name for p in (tmp_path / "one").glob("model*")] == ["model.safetensors"]
-    merge_checkpoint(base, tmp_path / "adapter", tmp_path / "several", shard_size="40KB")
+    merge_checkpoint(base, tmp_path / "adapter", tmp_path / "several", max_shard_size="40KB")
     files = sorted(p.name for p in (tmp_path / "several").glob("*.safetensors"))
     assert len(files) > 2
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"

@@ -712,8 +712,14 @@ def test_memory(tied: bool) -> None:
 def test_options() -> None:
     model = models.with_lora(models.qwen2)
     with unchanged(model):
-        with pytest.raises(InvalidInput, match="restore must be 'exact', got 'fast'"), merged(model, restore="fast"):
+        with (
+            pytest.raises(InvalidInput, match="restore must be one of exact, got 'fast'"),
+            merged(model, restore="fast"),
+        ):  # type: ignore[arg-type]
             pass
+        with pytest.warns(DeprecationWarning, match="leave it out") as told, merged(model, restore="exact"):
+            pass
+        assert told[0].filename == __file__
         with (
             pytest.raises(InvalidInput, match=r"strategy must be None.*got 'gather'"),
             merged(model, strategy="gather"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from docs_code import fenced
 from repository import ROOT
 
 import lora_merge
-from lora_merge.bench import checkpoint
+from lora_merge.bench import checkpoint, report
 
 METHODS = ["lora_merge in place", "lora_merge out of place", "merged() enter+exit", "peft", "addmm_"]
 FIELDS = {"ms", "x_copy", "gb_s", "extra_bytes", "max_ulp", "misrounded", "restored"}
@@ -72,8 +73,34 @@ def test_shape(tmp_path: Path, dtype: str, adapter_dtype: str, rank: int) -> Non
     record = json.loads(data.read_text())
     check(record, dtype)
     assert (record["shape"], record["rank"], record["adapter_dtype"]) == ("tiny", rank, adapter_dtype)
-    assert all(name in printed for name in METHODS)
+    assert f"1 of {len(record['methods'])}: {METHODS[0]}" in printed
+    assert re.search(rf"^{len(record['methods'])} methods: about \d+ (s|minutes)$", printed, re.MULTILINE)
+    columns = ("ms", "x copy", "copy limit", "product limit", "extra MiB", "error", "misrounded", "restored")
+    for name in (*columns, *METHODS):
+        assert re.search(rf"^{re.escape(name)}  +[a-zA-Z]", printed, re.MULTILINE), f"the legend says what {name} is"
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_every_column_and_method_has_a_legend() -> None:
+    assert report.LEGEND.keys() == report.COLUMNS.keys()
+    assert report.ROWS.keys() == {*METHODS, "lora_merge into bf16"}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"), [(0.1, "5 s"), (42, "40 s"), (89, "90 s"), (100, "2 minutes"), (400, "7 minutes")]
+)
+def test_times_in_words(seconds: float, told: str) -> None:
+    assert report.words_of(seconds) == f"about {told}"
+
+
+def test_a_bar_that_is_cut_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    figures = {"ms": 1.0, "extra_bytes": 1, "misrounded": 0.0, "restored": True}
+    record = {"methods": {str(n): figures | {"x_copy": n} for n in (1, 29, 31, 500)}, "copy_ms": 1.0, "bytes": 1}
+    record |= {"shape": "", "matrices": 1, "dtype": "", "rank": 1, "adapter_dtype": "", "device_name": "", "torch": ""}
+    cut: list[float] = []
+    monkeypatch.setattr(report, "_mark_cuts", lambda ax, bars: cut.extend(bar.get_y() for bar in bars))
+    report.plot(record, tmp_path / "cut.png")
+    assert [round(y) for y in cut] == [2, 3]
 
 
 @pytest.fixture(scope="module")

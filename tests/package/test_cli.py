@@ -58,7 +58,8 @@ def test_merge_with_every_option(tmp_path: Path, capsys: pytest.CaptureFixture[s
     base, adapter = pair("qwen2", tmp_path)
     write_adapter(tmp_path / "second", base, models.qwen2, seed=1)
     line = ["merge", base, adapter, tmp_path / "second", "--out", tmp_path / "out", "--scale", "second=0.5"]
-    line += ["--dtype", "bf16", "--rounding", "stochastic", "--seed", "3", "--shard-size", "20KB", "--device", "cpu"]
+    line += ["--dtype", "bf16", "--rounding", "stochastic", "--seed", "3", "--device", "cpu"]
+    line += ["--max-shard-size", "20KB"]
     status, told = as_json(capsys, *line)
     assert status == 0
     (output,) = told["outputs"]
@@ -394,7 +395,7 @@ def test_importing_takes_little() -> None:
         ("merge BASE ADAPTER --out DIR --device grafics", "argument --device: expected cpu or cuda, got 'grafics'"),
         (
             "merge BASE ADAPTER --out DIR --shard-size 0",
-            "argument --shard-size: a shard's size must be a number of bytes",
+            "argument --max-shard-size/--shard-size: a shard's size must be a number of bytes",
         ),
         ("merge BASE ADAPTER --out DIR --seed some", "argument --seed: invalid int value: 'some'"),
         ("load http://127.0.0.1:9 ADAPTER --device grafics", "argument --device: expected cpu or cuda, got 'grafics'"),

@@ -16,6 +16,8 @@ from lora_merge.kernels.cuda import backend as cuda
 from lora_merge.kernels.cuda import hopper as cuda_hopper
 from lora_merge.kernels.triton import merge_kernels
 
+HINT = f"{native.BUILD_HINT} and nvcc"
+
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,6 +73,13 @@ def test_gpus_and_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, (8, 9), ("80",))
     assert rows()["  16-bit weights"] == "portable kernel (cp.async, mma)"
     assert rows()["  results of 8 bits"].startswith("merged to 16 bits first")
+
+
+def test_a_module_for_cpus_alone_says_no_more_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why it has no kernels for GPUs (no nvcc, LORA_MERGE_CUDA=0), it does not know."""
+    monkeypatch.setattr(native, "has_cuda", lambda: False)
+    assert rows()["compiled"].endswith("GPU architectures: none (it has kernels for CPUs alone)")
+    assert cuda.unavailable(torch.device("cuda")) == f"the compiled extension was built for CPUs alone; {HINT}"
 
 
 def test_a_gpu_that_no_code_fits(monkeypatch: pytest.MonkeyPatch) -> None:

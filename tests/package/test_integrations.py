@@ -3,6 +3,7 @@ check that rollout and trainer are one policy."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import types
 from typing import Any
@@ -88,6 +89,19 @@ def test_one_line_at_start(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert "not tested with this release, but with 0.1" in unknown
     monkeypatch.setenv("RANK", "1")
     TORCH.announce("everything")
+    assert capsys.readouterr().err == ""
+
+
+def test_the_line_at_start_is_a_record_where_logging_shows_it(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        TORCH.announce("everything")
+    with caplog.at_level(logging.WARNING, "lora_merge"):
+        TORCH.announce("everything")
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("lora_merge", "INFO")
+    assert record.getMessage().startswith("lora_merge takes over everything of PyTorch")
     assert capsys.readouterr().err == ""
 
 

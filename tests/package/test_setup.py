@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 from repository import ROOT
 
+import lora_merge
 from lora_merge.kernels.bindings import native
 
 KNOWN = {"75", "80", "86", "87", "88", "89", "90", "100", "103", "110", "120", "121"}
@@ -63,6 +64,23 @@ def test_without_a_list(setup: ModuleType, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().err == ""
     assert setup.architectures("", [], KNOWN - {"100", "120"}) == ["80", "86", "89", "90a"]
     assert "12.0 is left out: this nvcc does not know it" in capsys.readouterr().err
+
+
+def test_an_index_shows_where_the_repository_is(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GitHub, which says so. The number of the release is written in two places."""
+    for name in ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY"):
+        monkeypatch.delenv(name, raising=False)
+    plain = setup.page()
+    assert plain["long_description"] == (ROOT / "README.md").read_text()
+    assert not plain["project_urls"]
+    monkeypatch.setenv("GITHUB_SERVER_URL", "https://forge")
+    monkeypatch.setenv("GITHUB_REPOSITORY", "o/r")
+    told = setup.page()
+    assert told["project_urls"]["Changelog"] == f"https://forge/o/r/blob/v{lora_merge.__version__}/CHANGELOG.md"
+    links = re.findall(r"\]\(([^)\s]+)\)", told["long_description"])
+    assert links
+    assert all(link.startswith(("https://", "#")) for link in links)
+    assert f"\nversion: {lora_merge.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 @pytest.mark.parametrize(("wanted", "message"), [

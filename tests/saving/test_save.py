@@ -297,7 +297,7 @@ def test_a_pickled_base(tmp_path: Path) -> None:
 
 def test_shards_of_another_size(tmp_path: Path) -> None:
     base, adapter = pair("qwen2", tmp_path)
-    merge_checkpoint(base, [adapter], tmp_path / "out", shard_size="20KB")
+    merge_checkpoint(base, [adapter], tmp_path / "out", max_shard_size="20KB")
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 3
     assert all(f.name == f"model-{n:05d}-of-{len(files):05d}.safetensors" for n, f in enumerate(files, start=1))
@@ -426,8 +426,9 @@ def test_arguments(tmp_path: Path) -> None:
         ({"dtype": torch.int8}, "dtype must be"),
         ({"seed": 3}, "a seed belongs to"),
         ({"rounding": "stochastic"}, "pass seed="),
-        ({"shard_size": "five"}, "like 5GB"),
+        ({"max_shard_size": "five"}, "like 5GB"),
         ({"shard_size": "0GB"}, "like 5GB"),
+        ({"shard_size": 1, "max_shard_size": "5GB"}, "got shard_size=1, its older name: pass one"),
         ({"device": "grafics"}, "device 'grafics' cannot be used here"),
         ({"device": "meta"}, "device 'meta' cannot be used here"),
         ({"device": "cuda:99"}, "device 'cuda:99' cannot be used here .*lora-merge doctor"),

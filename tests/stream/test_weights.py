@@ -555,6 +555,17 @@ def test_a_pass_begins_as_another_ends(names: tuple[str, ...] | None, monkeypatc
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
+def test_repr_says_what_differs_and_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.with_lora(models.qwen2)
+    monkeypatch.setattr(MergedWeights, "_open", None)
+    assert repr(MergedWeights(model)) == "MergedWeights(PeftModel)"
+    made = MergedWeights(model, dtype="bf16", rounding="stochastic", adapter_names=("one",), bucket_bytes=4096)
+    told = "dtype='bfloat16', rounding='stochastic', adapter_names=['one'], bucket_bytes=4096"
+    assert repr(made) == f"MergedWeights(PeftModel, {told})"
+    base = MergedWeights(model.get_base_model(), adapters=False, strategy="unshard")
+    assert repr(base) == "MergedWeights(Qwen2ForCausalLM, adapters=False, strategy='unshard')"
+
+
 def test_passes_that_begin_at_once_share_no_buffer() -> None:
     weights = MergedWeights(models.with_lora(models.qwen2), bucket_bytes=4096)
     dict(weights)

@@ -251,6 +251,32 @@ def test_two_replicas_over_http(servers: list[Server]) -> None:
     assert servers[0].generate(prompt) == wanted
 
 
+WITHOUT_VLLM = """
+import sys
+sys.modules["vllm"] = None  # as if it were not installed
+import models, policies
+from lora_merge import VllmSync
+with VllmSync(models.with_lora(policies.qwen2, seed=8, target_modules=policies.LINEARS), sys.argv[1:]) as sync:
+    sync.push(verify=True)
+    sync.check()
+"""
+
+
+def test_a_trainer_without_vllm(servers: list[Server]) -> None:
+    folders = [str(Path(models.__file__).parent), *sys.path]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_VLLM, *(server.url for server in servers)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    model = models.with_lora(engines.qwen2, seed=8, **DENSE)
+    for prompt in engines.prompts():
+        assert [server.generate(prompt) for server in servers] == 2 * [greedy(model, prompt)]
+
+
 def test_one_replica_fails_and_the_other_is_valid(servers: list[Server], monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.with_lora(engines.qwen2, seed=4, **DENSE)
     sync = VllmSync(model, [server.url for server in servers], bucket_bytes=1 << 17)

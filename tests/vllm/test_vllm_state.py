@@ -21,9 +21,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from vllm import LLM
 
+import lora_merge
 import lora_merge.engine.sync
 import lora_merge.engine.vllm.session
-from lora_merge import MergedWeights, PushFailed, PushRefused, UnsupportedAdapter, VllmSync
+from lora_merge import InvalidInput, MergedWeights, PushFailed, PushRefused, UnsupportedAdapter, VllmSync
 from lora_merge.engine.push.planner import PushPlanner
 from lora_merge.engine.vllm.loading.loader import Loader
 from lora_merge.stream.weights import BucketWriter
@@ -468,6 +469,53 @@ def test_only_what_was_pushed_from_here_is_generated_with(llm: LLM) -> None:
     with pytest.raises(PushRefused, match="of another trainer, not the merged@"):
         first.generate(*asked)
     assert_answers(second.generate(*asked), other)
+
+
+@pytest.mark.parametrize("merge", ["trainer", "engine"])
+def test_adapters_by_name(llm: LLM, merge: Any) -> None:
+    """Exactly these are served, whichever act in the trainer, with the copies of modules that are theirs."""
+    model: Any = models.with_lora(engines.qwen2, adapters=("one", "two"), **DENSE)
+    model.add_adapter("third", LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"]))
+    model.set_adapter("third")
+    with torch.no_grad():  # now in the place of the base's norms, and trained
+        model.base_model.model.model.norm.modules_to_save["third"].weight.add_(0.5)
+
+    def alone(*names: str) -> None:
+        model.base_model.set_adapter(list(names))
+
+    with VllmSync(model, llm, merge=merge, adapter_names=["two"]) as sync:
+        for number, acting in enumerate(("one", "third")):
+            alone(acting)
+            sync.push(verify=number == 1)
+            assert model.active_adapters == [acting]
+            alone("two")
+            sync.check()
+            assert_answers(ask(llm), model)
+            train(model, number)
+    with pytest.raises(InvalidInput, match="was closed"):
+        sync.push()
+    alone("one")
+    third = VllmSync(model, llm, merge=merge, adapter_names=("third", "one"))
+    third.push()
+    alone("third", "one")
+    assert_answers(ask(llm), model)
+    alone("one")
+    with pytest.raises(InvalidInput, match="there is no adapter 'four'; there are one, third, two"):
+        VllmSync(model, llm, merge=merge, adapter_names=["four"]).push()
+    third.check()
+
+
+def test_adapters_by_name_beside_the_base(llm: LLM) -> None:
+    model: Any = models.with_lora(engines.qwen2, adapters=("one", "two"), **DENSE)
+    model.set_adapter("one")
+    sync = VllmSync(model, llm, mode="adapter", adapter_names=["two"])
+    sync.push()
+    model.set_adapter("two")
+    assert_answers(ask(llm, sync.lora_request()), model)
+    with pytest.raises(InvalidInput, match=r"share=True got adapter_names=.*leave adapter_names out"):
+        VllmSync(model, llm, share=True, adapter_names=["two"])
+    with lora_merge.train_merged(model), pytest.raises(InvalidInput, match=r"adapter_names=.*would serve another one"):
+        VllmSync(model, llm, adapter_names=["one"]).push()
 
 
 def test_a_reload_behind_its_back_shows_as_dirty(llm: LLM) -> None:

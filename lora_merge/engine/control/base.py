@@ -187,7 +187,7 @@ class Control:
         await asyncio.sleep(LOOK_S) if self.suspends else time.sleep(LOOK_S)
 
     async def pause(self, mode: str) -> None:
-        """Stop generation; `mode` is one of `PAUSES`."""
+        """Stop generation; `mode` is a `Pause`."""
         raise NotImplementedError
 
     async def resume(self) -> None:

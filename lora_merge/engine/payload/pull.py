@@ -165,7 +165,7 @@ class PullBuilder:
 
     def __init__(self, weights: MergedWeights) -> None:
         self._weights = weights
-        self._whole = MergedWeights(weights.model, bucket_bytes=weights.bucket_bytes, adapters=weights.adapters)
+        self._whole = weights.beside(adapters=weights.adapters)
         self._known: tuple[frozenset[str], PullSource] | None = None
 
     def __call__(self, stream: BucketWriter, blocked: frozenset[str]) -> PullSource:

@@ -276,8 +276,7 @@ class UpdateBuilder:
     def __init__(self, weights: MergedWeights, *, trains: bool = True) -> None:
         self._trains = trains
         self.instead = 'merge here (merge="trainer")' if trains else "merge it with PEFT, and start an engine on that"
-        self._adapted = MergedWeights(weights.model, bucket_bytes=weights.bucket_bytes)
-        self._whole = MergedWeights(weights.model, bucket_bytes=weights.bucket_bytes)
+        self._adapted, self._whole = weights.beside(), weights.beside()
         self._adapted.as_it_lies = self._whole.as_it_lies = False
         self._learning = Learning(())
         self._known: tuple[BucketWriter, Any, UpdatePayload] | None = None

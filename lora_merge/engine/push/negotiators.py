@@ -31,7 +31,7 @@ class AdapterNegotiator:
     """
 
     def __init__(self, trainer: Trainer, weights: MergedWeights) -> None:
-        self._trainer, self._weights = trainer, MergedWeights(weights.model, bucket_bytes=weights.bucket_bytes)
+        self._trainer, self._weights = trainer, weights.beside()
         self._weights.as_it_lies = False
         self._known: tuple[BucketWriter, torch.dtype, AdapterSource] | None = None
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from ...choices import Merge
 from ...errors import LoraMergeError, PushRefused, UnsupportedAdapter
 from ...models.live import live
 from ...models.part import Learning
@@ -24,7 +25,6 @@ from .compatibility import CompatibilityCheck
 from .negotiators import AdapterNegotiator, PullNegotiator, UpdateNegotiator
 from .replica import Replica, SyncReport, engines_of
 
-MERGES = ("auto", "trainer", "engine")
 _NOWHERE = Route(frozenset(), ())
 
 
@@ -89,7 +89,7 @@ class PushPlanner(Planner):
             another host than every rank of the trainer, and what is to be merged allows it.
     """
 
-    def __init__(self, trainer: Trainer, weights: MergedWeights, base: MergedWeights, merge: str) -> None:
+    def __init__(self, trainer: Trainer, weights: MergedWeights, base: MergedWeights, merge: Merge) -> None:
         self._trainer, self._weights, self._base, self._merge = trainer, weights, base, merge
         self._check = CompatibilityCheck(trainer)
         self._fingerprint, self._frozen = Fingerprint(), Fingerprint()

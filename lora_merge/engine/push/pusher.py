@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...choices import Pause, Rounding
 from ...errors import InvalidInput, PushRefused
 from ...stream.bucket_writer import BucketWriter
 from ...stream.buckets import Table, metas
@@ -33,7 +34,7 @@ class Pusher:
 
     Args:
         trainer: the ranks that push, with their engines.
-        pause: what becomes of requests in flight; one of `PAUSES`.
+        pause: what becomes of requests in flight.
         mode: of the first push, unless it says another.
         healing: of dirty engines, in words.
         computing: how the trainer's model computes, as of `computing` in configs.py.
@@ -47,9 +48,9 @@ class Pusher:
         trainer: Trainer,
         planner: Planner,
         *,
-        pause: str,
+        pause: Pause,
         mode: str,
-        rounding: str = "nearest",
+        rounding: Rounding = "nearest",
         healing: str = "the next push heals them",
         computing: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:

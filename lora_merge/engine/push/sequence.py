@@ -13,7 +13,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ...errors import InvalidInput, PushFailed, PushRefused
+from ...choices import Pause, check_choice
+from ...errors import PushFailed, PushRefused
 from ..control.base import Call, Control, Moved, NotOurs, Unheard
 from ..control.calls import EngineGone
 from ..messages import WorkerInfo
@@ -21,7 +22,6 @@ from ..state import State
 from .planner import Transfer
 from .replica import Replica
 
-PAUSES = ("keep", "wait", "abort")
 _ANY_TIME = frozenset({"note_pause", "renew_lease", "abort", "received_checksums", "stage_update", "staged"})
 """Operations that may run while the engine generates: before its pause, or when nothing more will come."""
 
@@ -31,11 +31,12 @@ class EngineSequence:
 
     Args:
         owner: name of the trainer.
-        pause: what becomes of requests in flight; one of `PAUSES`.
+        pause: what becomes of requests in flight; as of `VllmSync`.
     """
 
-    def __init__(self, owner: str, pause: str) -> None:
-        self._owner, self._pause, self.push = owner, check_pause(pause), ""
+    def __init__(self, owner: str, pause: Pause) -> None:
+        check_choice("pause", pause, Pause)
+        self._owner, self._pause, self.push = owner, pause, ""
 
     def begin(self, owner: str) -> None:
         """Begin a push of this trainer, which workers know by `push`: they refuse calls that another push has left
@@ -328,10 +329,3 @@ def _committed(replica: Replica, one: Transfer, answers: Sequence[Mapping[str, A
     shares = [written / elements if elements else None for written, elements in (a["elements"] for a in answers)]
     replica.coverage = None if None in shares else min(share or 0.0 for share in shares)
     replica.reloaded = max(a["reloaded"] for a in answers) if one.payload.merges or one.state.kind != "adapter" else 0
-
-
-def check_pause(pause: str) -> str:
-    """Raise `InvalidInput` unless `pause` is "keep", "wait" or "abort"."""
-    if pause not in PAUSES:
-        raise InvalidInput(f"pause must be one of {', '.join(PAUSES)}, got {pause!r}")
-    return pause

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...choices import Merge, Mode, Rounding
 from ...errors import InvalidInput, PushRefused
 from ...kernels.segments import raw
 from ...shards.layout import Layout
@@ -75,7 +76,7 @@ class Sharing:
     """
 
     def __init__(
-        self, model: nn.Module, writer: BucketWriter, lent: Lent, rounding: str, *, replaced: str = ""
+        self, model: nn.Module, writer: BucketWriter, lent: Lent, rounding: Rounding, *, replaced: str = ""
     ) -> None:
         self.apart: Counter[str] = Counter()
         self.ends = ExitStack()
@@ -298,7 +299,7 @@ def _init_of(model: Any, adapter: str) -> Any:
 
 
 def check_shared_arguments(
-    model: Any, controls: Sequence[Control], ranks: int, merge: str, mode: str, refused: str
+    model: Any, controls: Sequence[Control], ranks: int, merge: Merge, mode: Mode, refused: str
 ) -> None:
     """Raise `InvalidInput` unless arguments are such that a trainer can share its weights.
 

@@ -6,6 +6,7 @@ from collections.abc import Container
 from functools import partial
 from typing import Any
 
+from ...choices import Rounding
 from ...errors import PushFailed
 from ...stream.direct_targets import Sent
 from ..payload.base import Terms
@@ -34,7 +35,7 @@ class TransferRun:
         sequence: EngineSequence,
         transfer: Transfer,
         *,
-        rounding: str,
+        rounding: Rounding,
         verify: bool,
         name: str,
         through: Container[int],

@@ -18,6 +18,7 @@ class SglangSync(EngineSync):
         print(sync.push())
 
     lora-merge has to be installed where SGLang's schedulers run; SGLang finds it through its entry point.
+    `with SglangSync(...) as sync:` closes it at the end of the block.
 
     Several trainer ranks: as for `VllmSync`; any rank may hold an engine's handle.
 
@@ -34,6 +35,7 @@ class SglangSync(EngineSync):
             "abort" ends them.
         bucket_bytes: size in bytes of each of two buckets, where buckets are needed; larger tensors are cut.
         strategy: as for `MergedWeights`.
+        adapter_names: as for `VllmSync`.
 
     Raises:
         InvalidInput: an argument that does not fit.

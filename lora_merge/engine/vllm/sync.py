@@ -31,7 +31,9 @@ class VllmSync(EngineSync):
         print(sync.push())
         outputs = sync.generate(prompts, sampling)
 
-    lora_merge has to be installed where vLLM's workers run; vLLM finds it through its entry point.
+    lora_merge has to be installed where vLLM's workers run; vLLM finds it through its entry point. With a URL the
+    trainer needs no vLLM. `with VllmSync(...) as sync:` closes it at the end of the block; for an `AsyncLLM` write
+    `async with`.
 
     Several trainer ranks (torch.distributed is initialised): make one on every rank, of its model, and call `push` and
     `close` on every rank. Usually rank 0 has all handles and the others pass None; or each rank has an `LLM` of its
@@ -55,6 +57,8 @@ class VllmSync(EngineSync):
             first, "abort" ends them. A push that changes the mode waits where others keep.
         bucket_bytes: size in bytes of each of two buckets, where buckets are needed; larger tensors are cut.
         strategy: as for `MergedWeights`.
+        adapter_names: of PEFT's adapters: exactly these are pushed, in either mode. Default: those that act
+            (`set_adapter`). No forward of the model may run while a push begins.
         share: hold the weights once: base weights of the model that the engine keeps in the same dtype become views of
             the engine's, their own memory is freed, and the model trains on merged weights (`train_merged`) in the
             engine's memory. Between two pushes the engine is dirty from the trainer's first write on: `check` and
@@ -66,7 +70,7 @@ class VllmSync(EngineSync):
     Raises:
         InvalidInput: an argument that does not fit.
         PushRefused: an engine that no push can reach, as far as that is known before the first push.
-        MissingExtra: vLLM is not installed.
+        MissingExtra: vLLM is not installed, and some engine is no URL.
     """
 
     awaited = "an AsyncLLM"
@@ -86,7 +90,9 @@ class VllmSync(EngineSync):
         sharing.ends.callback(cache.release)
         self._cache = cache
 
-    def _require(self) -> None:
+    def _require(self, engines: Sequence[Any]) -> None:
+        if all(isinstance(engine, str) for engine in engines):
+            return  # a server is asked over HTTP, and a rank without a handle asks nobody
         with needed("VllmSync needs vLLM", "'lora-merge[vllm]'", "vllm"):
             import vllm  # noqa: F401
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...choices import Mode
 from ...engine.push.replica import SyncReport
 from ...engine.transport.liveness import error_text
 from ...errors import PushFailed, PushRefused
@@ -34,7 +35,7 @@ class Colocated:
         TrainerRefused: in adapter mode, where swift's engine has no attribute for the adapter of its requests.
     """
 
-    def __init__(self, engine: Any, mode: str, options: Options) -> None:
+    def __init__(self, engine: Any, mode: Mode, options: Options) -> None:
         if mode == "adapter" and not hasattr(engine, "default_adapter_request"):
             raise TrainerRefused(
                 "swift's engine has no default_adapter_request, without which it would answer by the base alone: leave "

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from swift.utils import get_logger
 from torch import Tensor
 
+from ...choices import Mode
 from ...errors import AlreadyMerged, InvalidInput, PushRefused, UnsupportedAdapter
 from ...shards.ranks import Ranks
 from ..compat import TrainerRefused, off
@@ -41,7 +42,7 @@ class Pushes(_Trainer):
         """
         name = f"{type(self).__name__}._move_model_to_vllm"
         if self.vllm_mode == "colocate":
-            mode = "adapter" if self.rollout_enable_lora else "merged"
+            mode: Mode = "adapter" if self.rollout_enable_lora else "merged"
             self._lora_merge = Colocated(self.engine, mode, self._lora_merge_options)
             RELEASE.announce(f"{name}: {mode} pushes into the colocated engine")
             return

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from ...choices import Rounding
 from ...errors import InvalidInput, UnsupportedAdapter
 from ..compat import TrainerRefused, off
 from ..options import SWITCH, Options
@@ -29,7 +30,7 @@ def refuse(model: Any, args: Any, options: Options) -> None:
         raise _quantised(info, "on a checkpoint of plain weights, with --quant_method bnb (QLoRA) or without it")
 
 
-def trained_merged(model: nn.Module, rounding: str) -> TrainsMerged:
+def trained_merged(model: nn.Module, rounding: Rounding) -> TrainsMerged:
     """Return what trains the model on its merged weights.
 
     Raises:

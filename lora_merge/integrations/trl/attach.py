@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+from ...choices import Mode, Rounding, Train
 from ...errors import InvalidInput
 from ...models.plain import check_plain
 from ...names import named_tensors, walk
@@ -23,11 +24,11 @@ _attached: WeakKeyDictionary[Any, ref[Rollout]] = WeakKeyDictionary()
 def attach(
     trainer: Any,
     *,
-    mode: str | None = None,
-    rounding: str | None = None,
+    mode: Mode | None = None,
+    rounding: Rounding | None = None,
     check: float | bool | None = None,
     verify: bool | None = None,
-    train: str | None = None,
+    train: Train | None = None,
     share: bool | None = None,
 ) -> Rollout | None:
     """Make each weight sync of a TRL trainer a push by `VllmSync`.
@@ -98,11 +99,11 @@ def attached(trainer: Any) -> Rollout | None:
 
 
 def _options(
-    mode: str | None,
-    rounding: str | None,
+    mode: Mode | None,
+    rounding: Rounding | None,
     check: float | bool | None,
     verify: bool | None,
-    train: str | None,
+    train: Train | None,
     share: bool | None,
 ) -> Options:
     """Return the options that were passed, and those of the environment for the rest."""

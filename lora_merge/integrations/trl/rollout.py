@@ -107,7 +107,7 @@ class Rollout:
     def _tell(self, report: SyncReport) -> None:
         self.report = report
         if self.generation.accelerator.is_main_process:
-            logging.getLogger(GENERATION).info("lora_merge pushed %s", report)
+            logging.getLogger(__package__).info("lora_merge pushed %s", report)
         self.log(metrics(report))
 
 

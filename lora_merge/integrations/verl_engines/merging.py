@@ -66,7 +66,8 @@ class Merging(_Engine):
             stream = self.stream()
             if stream.options.check is not None:
                 with Ranks(dist.group.WORLD).vote(f"{SWITCH}_CHECK"):
-                    found |= check_batch(data, stream.options.check, exact=stream.exact(self._autocast()))
+                    computes = getattr(self, "_autocast_dtype", torch.bfloat16)
+                    found |= check_batch(data, stream.options.check, exact=stream.exact(computes))
             if stream.report is not None and stream.report.version != self._reported:
                 self._reported = stream.report.version
                 found |= metrics(stream.report)
@@ -84,10 +85,6 @@ class Merging(_Engine):
                 f"without what the adapter adds: choose another backend with {FLAG}"
             )
         return super().get_per_tensor_param_shard(**options)
-
-    def _autocast(self) -> torch.dtype:
-        """Return the dtype that the forward computes in."""
-        return getattr(self, "_autocast_dtype", torch.bfloat16)
 
     def _refuse_training_alone(self) -> None:
         if trains_merged() and not self.engine_config.forward_only:

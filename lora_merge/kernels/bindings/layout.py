@@ -233,10 +233,6 @@ def _struct(name: str, declared: str) -> str:
     return f"struct {name} {{ {declared.replace(',', ';')}; auto all() {{ return std::tie({fields}); }} }};"
 
 
-def _camel(name: str) -> str:
-    return "k" + name.title().replace("_", "")
-
-
 def _type(name: str) -> str:
     return "int" if globals()[name] < 2**31 else "int64_t"
 
@@ -268,7 +264,7 @@ def _body() -> str:
             "};",
             f'static_assert(sizeof(Rounded) == {ROUNDED_WORDS} * 8, "what is scaled is {ROUNDED_WORDS} words");',
             "",
-            *(f"constexpr {_type(name)} {_camel(name)} = {globals()[name]};" for name in _CONSTANTS),
+            *(f"constexpr {_type(name)} k{name.title().replace('_', '')} = {globals()[name]};" for name in _CONSTANTS),
             "",
             "namespace operators {",
             *(_struct(name, declared) for name, declared in STRUCTS.items()),

@@ -37,7 +37,7 @@ def unavailable(device: torch.device) -> str | None:
     if native.load_error() is not None:
         return native.load_error()
     if not native.has_cuda():
-        return f"the compiled extension was built without nvcc; {native.BUILD_HINT} and nvcc"
+        return f"the compiled extension was built for CPUs alone; {native.BUILD_HINT} and nvcc"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return f"it needs compute capability 8.0 or later, this GPU has {major}.{minor}"

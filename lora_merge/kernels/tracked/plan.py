@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ...choices import Rounding
 from ...errors import AlreadyMerged, InvalidInput, NotRestored
 from ..backend import Moves, Tracked, idle, pick
 from ..checks import check_overlaps, check_segment, check_segments
@@ -49,7 +50,7 @@ class TrackedPlan:
             `remerge`: `rounding` and `seed` do not fit each other.
     """
 
-    def __init__(self, segments: Sequence[Segment], *, keep: bool = False, rounding: str = "nearest") -> None:
+    def __init__(self, segments: Sequence[Segment], *, keep: bool = False, rounding: Rounding = "nearest") -> None:
         segments = check_segments(segments)
         for s in segments:
             check_segment(s)

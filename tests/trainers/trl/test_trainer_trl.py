@@ -80,7 +80,7 @@ def test_grpo(
     before = base_weights(trainer.model)
     rollout = lm.attach(trainer, mode=mode, check=True, verify=True)
     assert rollout is not None
-    with caplog.at_level(logging.INFO, "trl.generation.vllm_generation"):
+    with caplog.at_level(logging.INFO, "lora_merge"):
         trainer.train()
     assert changed(trainer.model, before) == 0
     assert_all_ratios(trainer, 3)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ...worker.modules import Modules
 from .. import internals
@@ -34,8 +33,8 @@ def refusal(modules: Modules) -> str:
     """Return why merged weights cannot be loaded into a model, in words that follow the engine's name; "" where they
     can."""
     for path, layer, method in _methods(modules):
-        if type(method).__name__.startswith(_PLAIN) or _has_scales_alone(layer):
-            continue
+        if type(method).__name__.startswith(_PLAIN) or hasattr(layer, "kv_cache_dtype"):
+            continue  # attention, where a method quantises the cache, whose scales are no weights
         scheme = scheme_of(path, layer)
         if isinstance(scheme, Scheme):
             continue
@@ -147,11 +146,6 @@ def method_of(layer: Any) -> Any:
 def quantises(layer: Any) -> bool:
     """Return True if vLLM quantises this layer as it loads it."""
     return bool(getattr(getattr(layer, "quant_method", None), "uses_meta_device", False))
-
-
-def _has_scales_alone(layer: nn.Module) -> bool:
-    """Return True for attention, where a method quantises the cache, whose scales are no weights."""
-    return hasattr(layer, "kv_cache_dtype")
 
 
 def _shared_with_other_engines(method: Any) -> bool:
