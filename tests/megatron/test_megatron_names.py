@@ -22,8 +22,9 @@ from lora_merge import InvalidInput, UnsupportedAdapter, merged
 from lora_merge.engine.payload.adapter import _check_experts
 from lora_merge.models.megatron import adapters
 from lora_merge.models.megatron.groups import replica
-from lora_merge.models.megatron.names import bridge_names, names_of, row_blocks
+from lora_merge.models.megatron.names import bridge_names, names_of
 from lora_merge.models.megatron.read import read
+from lora_merge.models.megatron.rows import row_blocks
 
 
 def config(**changes: Any) -> Any:
