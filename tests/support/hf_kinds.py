@@ -96,10 +96,11 @@ def hf_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
                 parameter.add_(0.1 * torch.randn(parameter.shape))
             else:
                 parameter.normal_(std=1.0 if name.endswith(("gate.weight", "router.weight")) else 0.08)
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.copy_(0.1 * torch.randn(buffer.shape))
-    return model.to(dtype).eval()
+    model = model.to(dtype).eval()
+    for module in model.modules():
+        if hasattr(module, "e_score_correction_bias"):  # has 32 bits in checkpoints
+            module.e_score_correction_bias.data = 0.1 * torch.randn(module.e_score_correction_bias.shape)
+    return model
 
 
 def features(kind: str, tower: Any) -> Tensor:

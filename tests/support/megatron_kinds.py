@@ -85,6 +85,8 @@ torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *args: None
 import megatron.core.fusions.fused_softmax as fused_softmax  # noqa: E402
 import megatron_models as mm  # noqa: E402
 from megatron.bridge import AutoBridge  # noqa: E402
+from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping  # noqa: E402
+from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import rope  # noqa: E402
 from megatron.core import parallel_state as ps  # noqa: E402
 from megatron.core.tensor_parallel.random import initialize_rng_tracker  # noqa: E402
 from megatron.core.transformer.enums import AttnBackend  # noqa: E402
@@ -95,6 +97,12 @@ from lora_merge.errors import UnsupportedAdapter  # noqa: E402
 from lora_merge.megatron import Chunks, bridge_names, read  # noqa: E402
 
 mm._shim()
+_scatter = MegatronParamMapping.scatter_to_tp_ranks
+MegatronParamMapping.scatter_to_tp_ranks = lambda self, splits, *args, **options: (  # gloo takes them for contiguous
+    _scatter(self, splits and [split.contiguous() for split in splits], *args, **options)
+)
+for _rope in (rope.Qwen3VLTextRotaryEmbedding, rope.Qwen3VLMoETextRotaryEmbedding):  # gone from transformers 5
+    _rope.apply_interleaved_mrope = lambda self, freqs, section: freqs[0]  # the three positions of text are one
 fused_softmax.get_sliding_window_causal_mask = lambda sq, sk, window: (  # makes it on "cuda"
     ~torch.ones(sq, sk, dtype=torch.bool).triu(sk - sq - window[0]).tril(sk - sq + window[1])
 )
@@ -114,6 +122,7 @@ PROVIDED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"moe_router_score_function": "sigmoid", "rope_type": "rope", "moe_router_dtype": "fp32"},
     "nemotron_h": {"hybrid_override_pattern": "M*-E", "num_layers": 4},
     "gpt_oss": {"attention_backend": AttnBackend.local},
+    "qwen2_5_vl": {"mrope_section": hf_kinds.MROPE["mrope_section"]},
 }
 
 
@@ -190,9 +199,9 @@ def adapt(kind: str, chunks: list[Any]) -> None:
         chunks[i] = lora.LoRA(target_modules=TARGETS[kind], dim=4, alpha=6)(chunk, training=False)
         for name, parameter in chunks[i].named_parameters():
             if ".linear_in." in name or ".linear_out." in name:
-                cut = getattr(parameter, "tensor_model_parallel", False)
-                rank = ps.get_tensor_model_parallel_rank() if cut else 0
-                rank += 10 * ps.get_expert_model_parallel_rank() if ".experts." in name else 0
+                cut, expert = getattr(parameter, "tensor_model_parallel", False), ".experts." in name
+                at = ps.get_expert_tensor_parallel_rank() if expert else ps.get_tensor_model_parallel_rank()
+                rank = (at if cut else 0) + (10 * ps.get_expert_model_parallel_rank() if expert else 0)
                 torch.manual_seed(1000 * mm.hash_of(name) + rank)
                 parameter.data.copy_(torch.randn(parameter.shape) * 0.1)
 

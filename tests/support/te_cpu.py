@@ -119,10 +119,11 @@ class GroupedLinear(_Base):
                 self.register_parameter(f"bias{i}", nn.Parameter(torch.zeros(self.out_features, dtype=params_dtype)))
 
     def forward(self, x: Tensor, m_splits: Any, is_first_microbatch: bool | None = None) -> Any:
-        parts = x.split(list(map(int, m_splits)))
-        out = torch.cat([F.linear(part, self._parameters[f"weight{i}"]) for i, part in enumerate(parts)])
-        assert self.return_bias or not self.use_bias, "not stood in for"
-        return (out, [self._parameters.get(f"bias{i}") for i in range(self.num_gemms)]) if self.use_bias else out
+        parts, own = x.split(list(map(int, m_splits))), self._parameters
+        biases = [own.get(f"bias{i}") for i in range(self.num_gemms)]
+        added = [None] * self.num_gemms if self.return_bias else biases
+        out = torch.cat([F.linear(part, own[f"weight{i}"], added[i]) for i, part in enumerate(parts)])
+        return (out, biases) if self.return_bias else out
 
 
 class _Norm(nn.Module):
