@@ -144,8 +144,10 @@ def test_megatron_bridge_and_we_give_the_same_names(name: str) -> None:
 
 def test_names_of_megatron_bridge_that_do_not_fit() -> None:
     assert bridge_names(recorded())("decoder.layers.0.unheard_of") is None
-    with pytest.raises(InvalidInput, match=r"decoder\.layers\.3\.special: .* a MambaConv1dMapping, which does more"):
-        bridge_names(recorded("MambaConv1dMapping"))("decoder.layers.3.special")
+    with pytest.raises(
+        InvalidInput, match=r"decoder\.layers\.3\.special: .* a ConcatenatedQKVMapping, which does more"
+    ):
+        bridge_names(recorded("ConcatenatedQKVMapping"))("decoder.layers.3.special")
 
 
 @pytest.mark.parametrize(
@@ -181,7 +183,7 @@ def test_which_experts_can_be_served_as_adapters(change: dict[str, int | None], 
 
 @pytest.mark.parametrize(("model", "kinds"), [([torch.nn.Linear(2, 2)], "Linear"), ([], "none")])
 def test_only_megatron_models(model: list[Any], kinds: str) -> None:
-    with pytest.raises(InvalidInput, match=f"chunks of a megatron-core GPTModel, got {kinds}"):
+    with pytest.raises(InvalidInput, match=f"chunks of a megatron-core GPTModel or MambaModel, got {kinds}"):
         read(model)
 
 

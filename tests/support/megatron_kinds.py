@@ -1,6 +1,6 @@
-"""Megatron-Bridge's own providers and loading for the models of `hf_kinds`, on CPUs: run by workers that have imported no
-Megatron yet, as TransformerEngine's modules are stood in for (`te_cpu`), and so are the kernels of gated delta nets and
-Mamba, which have no CPU build."""
+"""Megatron-Bridge's own providers and loading for the models of `hf_kinds`, on CPUs: run by workers that have imported
+no Megatron yet, as TransformerEngine's modules are stood in for (`te_cpu`), and so are the kernels of gated delta nets
+and Mamba, which have no CPU build."""
 
 from __future__ import annotations
 
@@ -74,9 +74,7 @@ for _name in ("fla", "fla.modules", "fla.ops", "mamba_ssm", "mamba_ssm.ops", "ma
 _module("fla.modules.l2norm", l2norm=_l2norm)
 _module("fla.ops.gated_delta_rule", chunk_gated_delta_rule=None)
 _module("mamba_ssm.ops.triton.layernorm_gated", RMSNorm=_GatedNorm)
-_module(
-    "mamba_ssm.ops.triton.ssd_combined", mamba_chunk_scan_combined=None, mamba_split_conv1d_scan_combined=_scan
-)
+_module("mamba_ssm.ops.triton.ssd_combined", mamba_chunk_scan_combined=None, mamba_split_conv1d_scan_combined=_scan)
 
 Tensor.cuda = nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment]
 torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]

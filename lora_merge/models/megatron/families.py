@@ -204,18 +204,18 @@ def _qwen3_next() -> Table:
 
 
 def _nemotron_h() -> Table:
-    plain = (
+    plain = [
+        "A_log",
+        "D",
+        "dt_bias",
         "in_proj.weight",
         "conv1d.weight",
         "conv1d.bias",
         "norm.weight",
         "out_proj.weight",
-        "A_log",
-        "D",
-        "dt_bias",
-    )
-    norms = ("mixer.in_proj.layer_norm_weight", "norm.weight", "pre_mlp_layernorm.weight")
-    norms += ("mlp.linear_fc1.layer_norm_weight", "self_attention.linear_qkv.layer_norm_weight")
+    ]
+    norms = ["mixer.in_proj.layer_norm_weight", "norm.weight", "pre_mlp_layernorm.weight"]
+    norms += ["mlp.linear_fc1.layer_norm_weight", "self_attention.linear_qkv.layer_norm_weight"]
     return {
         **dict.fromkeys(norms, "norm.weight"),
         **{f"mixer.{name}": f"mixer.{name}" for name in plain},

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from ...errors import InvalidInput
 from ...names import innermost, lineage
 
 _CORE = "megatron.core."
@@ -16,9 +17,11 @@ _LAYERS = {
     _CORE + "ssm.mamba_layer.MambaLayer",
     _CORE + "ssm.mlp_layer.MLPLayer",
 }
+_DELTA, _MIXER = _CORE + "ssm.gated_delta_net.GatedDeltaNet", _CORE + "ssm.mamba_mixer.MambaMixer"
+_ATTENTION = _CORE + "transformer.attention.SelfAttention"
 _WITHIN = {
-    _CORE + "ssm.gated_delta_net.GatedDeltaNet": ("A_log", "dt_bias", "conv1d"),
-    _CORE + "ssm.mamba_mixer.MambaMixer": ("A_log", "D", "dt_bias", "conv1d", "norm"),
+    _DELTA: ("A_log", "dt_bias", "conv1d"),
+    _MIXER: ("A_log", "D", "dt_bias", "conv1d", "norm"),
     _CORE + "transformer.dot_product_attention.DotProductAttention": ("softmax_offset",),
     _CORE + "extensions.transformer_engine.TEDotProductAttention": ("softmax_offset",),
 }
@@ -50,6 +53,19 @@ def cut_within(module: nn.Module) -> tuple[str, ...]:
     """Return which of a module's parameters and children are cut by rows over tensor-parallel ranks, other than
     linears."""
     return next((_WITHIN[path] for path in lineage(type(module)) if path in _WITHIN), ())
+
+
+def check_known(name: str, module: nn.Module, config: Any) -> None:
+    """Raise `InvalidInput` for a class derived from one of megatron-core whose rows may lie in another order: those of
+    mcore-bridge's gated delta net and gated attention do."""
+    paths = lineage(type(module))
+    gated = getattr(config, "attention_output_gate", False)
+    for path in (_DELTA, _MIXER, *([_ATTENTION] if gated else [])):
+        if path in paths and paths[0] != path:
+            raise InvalidInput(
+                f"{name}: a {paths[0]}, which may order the rows of its linears otherwise than {path} does; how is not "
+                "known here. Build the model with megatron-core's own class, as Megatron-Bridge does"
+            )
 
 
 def columns_of(name: str, config: Any) -> tuple[str, int]:

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from ...errors import InvalidInput, LoraMergeError, UnsupportedAdapter
 from ...names import innermost, lineage, walk, wrapped
-from ...shards import Piece, Shard
+from ...shards import Shard
 from ..delta import Factors
 from .adapters import Half, Layer, Pair, Style, cut_of, style_of
+from .conversion import ONE_LESS
 from .groups import Groups, groups_of
-from .layers import columns_of, cut_within, is_layer, is_mamba, text_of
+from .layers import check_known, columns_of, cut_within, is_layer, is_mamba, text_of
 from .names import Names, names_of
-from .rows import HF, INTERLEAVED, Block, row_blocks
+from .rows import HF, INTERLEAVED, Block, place, row_blocks
 
 _GROUPED_MLP = "megatron.core.transformer.moe.experts.GroupedMLP"
 _CONFIG = (
@@ -233,6 +234,8 @@ class _Weight(NamedTuple):
     config: Any
     own: str
     """Its name where the layer norm is a module of its own, as some mappings have it."""
+    centered: bool | None = None
+    """Of a layer norm: whether it is held less one; None where its module does not say."""
 
 
 def _check_norms(config: Any, names: Names | None) -> None:
@@ -308,6 +311,7 @@ class _Reader:
                 number = int(module.layer_number) - 1  # type: ignore[arg-type]
                 self._layers.append(number)
                 layer_at, layer_name = path + ".", f"{path.rpartition('.')[0]}.{number}."
+            check_known(path, module, model.config)
             if not module._parameters and not module._buffers and path not in adapters:
                 continue
             name = layer_name + path[len(layer_at) :] if layer_at and path.startswith(layer_at) else path
@@ -344,7 +348,8 @@ class _Reader:
                     f"{path}.{key}: a tensor-parallel parameter of class {lineage(type(module))[0]}, and it is not "
                     "known how that cuts its weight; known are the linears and embeddings of megatron-core"
                 )
-            yield _Weight(name, tensor, data, along, expert, grid, config, f"{path}.{key}")
+            centered = getattr(module, "zero_centered_gamma", None) if "norm" in f"{path}.{key}" else None
+            yield _Weight(name, tensor, data, along, expert, grid, config, f"{path}.{key}", centered)
 
     def _grouped(self, path: str, module: Any, config: Any) -> Iterator[_Weight]:
         """Read GroupedMLP, which holds the experts' weights transposed: `[E, hidden, ffn]` and `[E, ffn, hidden]`."""
@@ -397,6 +402,15 @@ class _Reader:
             raise InvalidInput(
                 f"{weight.name}: a parameter without a HF name here; pass names= for architectures of your own"
             )
+        if weight.centered is not None and weight.centered != bool(
+            getattr(self._models[0].config, "layernorm_zero_centered_gamma", False)
+        ):
+            if weight.centered or not isinstance(hf, str) or not hf.endswith(ONE_LESS):
+                raise InvalidInput(
+                    f"{weight.name}: its zero_centered_gamma={weight.centered} is not the configuration's "
+                    "layernorm_zero_centered_gamma; which of them the checkpoint has is not known here"
+                )
+            hf = hf.removesuffix(ONE_LESS)
         ranks = weight.grid[1] if weight.cut == 0 else 1
         blocks = row_blocks(weight.name, hf, weight.tensor.shape[0] * ranks, ranks, weight.config)
         if weight.name.removeprefix(self._prefix) in _VOCABULARY:
@@ -412,7 +426,7 @@ class _Reader:
         for key, name in {"": hf}.items() if isinstance(hf, str) else hf.items():
             if name in self._shards:
                 raise InvalidInput(f"{weight.name}: {name} was found twice")
-            self._shards[name] = _place(weight.tensor, weight.cut, weight.grid, blocks[key])
+            self._shards[name] = place(weight.tensor, weight.cut, weight.grid, blocks[key])
             self._parameters[name] = weight.parameter
 
     def _check_columns(self, weight: _Weight) -> None:
@@ -487,28 +501,5 @@ class _Reader:
         memo = (tensor.data_ptr(), tensor.shape, key, half.cut)
         if memo not in self._halves:
             rows = tensor.shape[0] * (grid[1] if half.cut == 0 else 1)
-            self._halves[memo] = _place(tensor, half.cut, grid, blocks or [(0, 0, rows)])
+            self._halves[memo] = place(tensor, half.cut, grid, blocks or [(0, 0, rows)])
         return self._halves[memo]
-
-
-def _place(tensor: Tensor, cut: int | None, grid: tuple[int, int], blocks: Sequence[Block]) -> Shard:
-    """Return this rank's part of one checkpoint tensor, out of a parameter of which it is these rows over all ranks.
-
-    Args:
-        tensor: `[rows]` or `[rows, columns]`, cut evenly over the ranks of a group along dimension `cut`.
-        grid: `(rank, size)` in that group.
-    """
-    (rank, size), (count, *columns) = grid, tensor.shape
-    begin = rank * count if cut == 0 else 0
-    first, shape = [0] * len(columns), list(columns)
-    if cut == 1:
-        first, shape = [rank * n for n in columns], [n * size for n in columns]
-    pieces, rows = [], 0
-    for at, start, length in blocks:
-        lower, upper = max(at, begin), min(at + length, begin + count)
-        rows += length
-        if lower < upper and all(columns):
-            view = tensor if upper - lower == count else tensor[lower - begin : upper - begin]
-            pieces.append(Piece((start + lower - at, *first), view))
-    whole = len(pieces) == 1 and pieces[0].tensor.shape[0] == rows and (cut != 1 or size == 1)
-    return Shard((rows, *shape), tensor.dtype, tensor.device, tuple(pieces), whole)

@@ -6,7 +6,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from torch import Tensor
+
 from ...errors import InvalidInput
+from ...shards import Piece, Shard
 
 HF: TypeAlias = str | Mapping[str, str]
 """A checkpoint tensor; or the ones that Megatron fuses by rows: keys q, k, v or gate, up; of a gated delta net qkvz, ba
@@ -49,6 +52,29 @@ def row_blocks(name: str, hf: HF, rows: int, ranks: int, config: Any) -> dict[st
     if keys != {"q", "k", "v"}:
         raise InvalidInput(f"{name}: fused tensors must be q, k, v or gate, up; got {', '.join(hf)}")
     return _qkv(name, rows, config)
+
+
+def place(tensor: Tensor, cut: int | None, grid: tuple[int, int], blocks: Sequence[Block]) -> Shard:
+    """Return this rank's part of one checkpoint tensor, out of a parameter of which it is these rows over all ranks.
+
+    Args:
+        tensor: `[rows]` or `[rows, columns]`, cut evenly over the ranks of a group along dimension `cut`.
+        grid: `(rank, size)` in that group.
+    """
+    (rank, size), (count, *columns) = grid, tensor.shape
+    begin = rank * count if cut == 0 else 0
+    first, shape = [0] * len(columns), list(columns)
+    if cut == 1:
+        first, shape = [rank * n for n in columns], [n * size for n in columns]
+    pieces, rows = [], 0
+    for at, start, length in blocks:
+        lower, upper = max(at, begin), min(at + length, begin + count)
+        rows += length
+        if lower < upper and all(columns):
+            view = tensor if upper - lower == count else tensor[lower - begin : upper - begin]
+            pieces.append(Piece((start + lower - at, *first), view))
+    whole = len(pieces) == 1 and pieces[0].tensor.shape[0] == rows and (cut != 1 or size == 1)
+    return Shard((rows, *shape), tensor.dtype, tensor.device, tuple(pieces), whole)
 
 
 def _qkv(name: str, rows: int, config: Any) -> dict[str, list[Block]]:
