@@ -68,7 +68,14 @@ CASES = [
 def test_the_stream_is_the_hf_model_with_what_its_adapters_add(case: Case, tmp_path: Path) -> None:
     hf = hf_kinds.hf_model(case.kind, case.dtype)
     hf_kinds.save(hf, tmp_path)
-    ranks = POOL.run(case.world, call, "megatron_kinds", "work", case.kind, str(tmp_path), case.grid, case.dtype, 9_000)
+    compare(case, hf, POOL.run(*on(case, tmp_path)))
+
+
+def on(case: Case, folder: Path, *more: Any) -> tuple[Any, ...]:
+    return (case.world, call, "megatron_kinds", "work", case.kind, str(folder), case.grid, case.dtype, 9_000, *more)
+
+
+def compare(case: Case, hf: Any, ranks: list[dict[str, Any]]) -> None:
     wanted = expected(hf_kinds.checkpoint(hf), [rank["deltas"] for rank in ranks])
     for rank in ranks:
         for what in ("stream", "bridge"):
@@ -79,6 +86,60 @@ def test_the_stream_is_the_hf_model_with_what_its_adapters_add(case: Case, tmp_p
         assert not torch.equal(rank["plain"], rank["adapters"]), "the adapters do nothing"
     if case.dtype == FLOAT:
         agree(case, hf, wanted, ranks)
+
+
+@pytest.mark.parametrize("case", [Case("deepseek_v3", EP), Case("gpt_oss", EP)], ids=str)
+def test_experts_that_share_one_half_of_their_adapters(case: Case, tmp_path: Path) -> None:
+    hf = hf_kinds.hf_model(case.kind, case.dtype)
+    hf_kinds.save(hf, tmp_path)
+    ranks = POOL.run(*on(case, tmp_path, True))
+    compare(case, hf, ranks)
+    if case.kind == "deepseek_v3":
+        shared = {name: t for name, t in ranks[0]["exported"].items() if "experts.0.down_proj.lora_B" in name}
+        for name, tensor in shared.items():
+            assert torch.equal(tensor, ranks[0]["exported"][name.replace("experts.0", "experts.3")])
+
+
+BAD = [
+    (
+        "deepseek_v3",
+        "mtp",
+        r"InvalidInput: rank 0: mtp\.layers\.0\..*: layers of multi-token prediction.* mtp_num_layers",
+    ),
+    ("deepseek_v3", "norms less one", r"InvalidInput: layernorm_zero_centered_gamma: .*names=bridge_names"),
+    (
+        "deepseek_v3",
+        "latent rank",
+        r"InvalidInput: rank 0: .*linear_kv_up_proj\.weight: .* does not fit kv_lora_rank=32",
+    ),
+    ("deepseek_v3", "value heads", r"InvalidInput: rank 0: .*linear_proj\.weight: 64 columns .* v_head_dim=24"),
+    (
+        "qwen3_next",
+        "one norm",
+        r"InvalidInput: rank 0: decoder\.final_layernorm\.weight: its zero_centered_gamma=False",
+    ),
+    (
+        "qwen3_next",
+        "another delta net",
+        r"InvalidInput: rank 0: .*layers\.0\.self_attention: a mine\.Another, which may",
+    ),
+    (
+        "qwen3_next",
+        "another attention",
+        r"InvalidInput: rank 0: .*layers\.1\.self_attention: a mine\.Another, which may",
+    ),
+    ("qwen3_next", "heads of the delta net", r"InvalidInput: rank 0: .*\.in_proj\.weight: .* linear_num_value_heads=2"),
+    ("qwen3_next", "q alone", r"UnsupportedAdapter: rank 0: .*linear_qkv: an adapter on q alone"),
+    ("nemotron_h", "groups of Mamba", r"InvalidInput: rank 0: .*\.in_proj\.weight: 200 rows .* mamba_num_groups=4"),
+    ("qwen2_5_vl", "another model with a tower", r"InvalidInput: mine\.AnotherVL: .* pass names="),
+]
+
+
+@pytest.mark.parametrize(("kind", "damage", "wanted"), BAD, ids=[damage for _, damage, _ in BAD])
+def test_what_is_not_known_is_refused_by_name(kind: str, damage: str, wanted: str, tmp_path: Path) -> None:
+    hf_kinds.save(hf_kinds.hf_model(kind), tmp_path)
+    (said,) = POOL.run(1, call, "megatron_kinds", "refused", kind, str(tmp_path), damage)
+    assert re.match(wanted, said), said
 
 
 def agree(case: Case, hf: Any, wanted: dict[str, Tensor], ranks: list[dict[str, Any]]) -> None:

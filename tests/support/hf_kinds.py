@@ -30,8 +30,32 @@ TOKENS = torch.arange(1, 25).view(2, 12) * 7 % 101
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 
 
-def config_of(kind: str) -> Any:
+LARGER: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 64,
+    "head_dim": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "kv_lora_rank": 512,
+}
+"""What vLLM's CPU backend wants of attention."""
+
+
+def config_of(kind: str, larger: bool = False) -> Any:
+    """A configuration as the hub has them.
+
+    Args:
+        larger: with sizes that vLLM serves on a CPU.
+    """
     import transformers as t
+
+    def sized(sizes: dict[str, Any]) -> dict[str, Any]:
+        grown = {name: LARGER[name] for name in sizes if larger and name in LARGER}
+        if "mrope_section" not in sizes.get("rope_parameters", {}):
+            grown.pop("rope_parameters", None)
+        return sizes | grown
 
     vl = {"image_token_id": 104, "video_token_id": 105, "vision_start_token_id": 106, "vision_end_token_id": 107}
     tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 64}
@@ -41,42 +65,45 @@ def config_of(kind: str) -> Any:
             latent = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 16}
             latent |= {"qk_nope_head_dim": 8, "num_key_value_heads": 4, "n_group": 2, "topk_group": 1}
             experts = {"n_shared_experts": 1, "n_routed_experts": 4, "first_k_dense_replace": 1}
-            return t.DeepseekV3Config(**SIZES | MOE | latent | experts | {"routed_scaling_factor": 1.5})
+            return t.DeepseekV3Config(**sized(SIZES | MOE | latent | experts | {"routed_scaling_factor": 1.5}))
         case "qwen3_next":
             delta = {"linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2}
             delta |= {"linear_num_value_heads": 4, "linear_conv_kernel_dim": 4, "head_dim": 16}
             experts = {"num_experts": 4, "shared_expert_intermediate_size": 32, "full_attention_interval": 2}
             rope = {"rope_parameters": ROPE | {"partial_rotary_factor": 0.25}}
-            return t.Qwen3NextConfig(**SIZES | MOE | delta | experts | rope)
+            return t.Qwen3NextConfig(**sized(SIZES | MOE | delta | experts | rope))
         case "nemotron_h":
             mamba = {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 16, "head_dim": 16}
             experts = {"n_routed_experts": 4, "n_shared_experts": 1, "moe_shared_expert_intermediate_size": 32}
             pattern = {"hybrid_override_pattern": "M*-E", "num_hidden_layers": 4, "use_mamba_kernels": False}
-            return t.NemotronHConfig(**SIZES | MOE | mamba | experts | pattern)
+            return t.NemotronHConfig(**sized(SIZES | MOE | mamba | experts | pattern))
         case "gpt_oss":
             rope = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
             rope |= {"original_max_position_embeddings": 4096, "rope_theta": 150000.0}
             sizes = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": rope}
-            return t.GptOssConfig(**SIZES | sizes | {"max_position_embeddings": 131072})
+            return t.GptOssConfig(**sized(SIZES | sizes | {"max_position_embeddings": 131072}))
         case "qwen2_5_vl":
+            text, tower = sized(text), tower | {"out_hidden_size": sized(text)["hidden_size"]}
             vision = t.Qwen2_5_VLConfig(text_config=text, vision_config=tower | {"fullatt_block_indexes": [1]}, **vl)
         case "qwen3_vl":
-            text = text | {"head_dim": 16}
+            text = sized(text | {"head_dim": 16})
+            tower |= {"out_hidden_size": text["hidden_size"]}
             vision = t.Qwen3VLConfig(text_config=text, vision_config=tower | {"deepstack_visual_indexes": [0]}, **vl)
         case "qwen3_vl_moe":
-            text = text | MOE | {"head_dim": 16, "num_experts": 4}
-            tower |= {"deepstack_visual_indexes": [0]}
+            text = sized(text | MOE | {"head_dim": 16, "num_experts": 4})
+            tower |= {"deepstack_visual_indexes": [0], "out_hidden_size": text["hidden_size"]}
             vision = t.Qwen3VLMoeConfig(text_config=text, vision_config=tower, **vl)
+            vision.text_config.norm_topk_prob = True  # in the hub's configurations, and asked for by vLLM
         case _:
             raise ValueError(kind)
     return vision
 
 
-def hf_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
+def hf_model(kind: str, dtype: torch.dtype = torch.float32, *, larger: bool = False) -> Any:
     """A model with random weights, norms and biases too."""
     import transformers as t
 
-    config = config_of(kind)
+    config = config_of(kind, larger)
     classes = {
         "deepseek_v3": t.DeepseekV3ForCausalLM,
         "qwen3_next": t.Qwen3NextForCausalLM,

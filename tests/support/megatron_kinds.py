@@ -86,6 +86,7 @@ from megatron.bridge import AutoBridge  # noqa: E402
 from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping  # noqa: E402
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import rope  # noqa: E402
 from megatron.core import parallel_state as ps  # noqa: E402
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
 from megatron.core.tensor_parallel.random import initialize_rng_tracker  # noqa: E402
 from megatron.core.transformer.enums import AttnBackend  # noqa: E402
 from megatron_peft import exported  # noqa: E402
@@ -124,8 +125,9 @@ PROVIDED: dict[str, dict[str, Any]] = {
 }
 
 
-def build(kind: str, folder: str, grid: mm.Grid, dtype: torch.dtype) -> tuple[Any, list[Any]]:
-    """The bridge of a checkpoint, and this rank's chunk of the model, loaded by it."""
+def build(kind: str, folder: str, grid: mm.Grid, dtype: torch.dtype, **options: Any) -> tuple[Any, list[Any]]:
+    """The bridge of a checkpoint, and this rank's chunk of the model, loaded by it; with options of the provider's, as
+    it begins."""
     ps.initialize_model_parallel(
         grid.tp, grid.pp, expert_model_parallel_size=grid.ep, expert_tensor_parallel_size=grid.etp
     )
@@ -148,7 +150,7 @@ def build(kind: str, folder: str, grid: mm.Grid, dtype: torch.dtype) -> tuple[An
         "params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype == torch.bfloat16, "fp16": False,
         "moe_token_dispatcher_type": "allgather" if grid.ep == 1 else "alltoall",
     }  # fmt: skip
-    for name, value in (ON_CPU | sizes | PROVIDED.get(kind, {})).items():
+    for name, value in (ON_CPU | sizes | PROVIDED.get(kind, {}) | options).items():
         setattr(provider, name, value)
     provider.finalize()
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -156,7 +158,8 @@ def build(kind: str, folder: str, grid: mm.Grid, dtype: torch.dtype) -> tuple[An
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     first, last = ps.is_pipeline_first_stage(), ps.is_pipeline_last_stage()
     chunk = provider.provide(pre_process=first, post_process=last)
-    bridge.load_hf_weights([chunk], folder)
+    if not options:
+        bridge.load_hf_weights([chunk], folder)
     return bridge, [chunk.eval()]
 
 
@@ -204,16 +207,80 @@ def adapt(kind: str, chunks: list[Any]) -> None:
                 parameter.data.copy_(torch.randn(parameter.shape) * 0.1)
 
 
+class PerExpert(nn.Module):
+    """A linear for each local expert, in one parameter."""
+
+    def __init__(self, experts: int, into: int, out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, out, into))
+
+    def forward(self, x: Tensor, splits: Any) -> tuple[Tensor, None]:
+        parts = zip(x.split(list(map(int, splits))), self.weight, strict=True)
+        return torch.cat([F.linear(part, weight) for part, weight in parts]), None
+
+
+class SharedOuter(nn.Module):
+    """As `SharedOuterGroupedExpertAdapter` of Megatron-Bridge 0.6 (issue 3981): of fc1 lora_A is one for all experts,
+    of fc2 lora_B; the other half is of each expert."""
+
+    def __init__(self, base: Any, dim: int, alpha: int) -> None:
+        super().__init__()
+        column = type(base).__name__ == "TEColumnParallelGroupedLinear"
+        made = {"config": base.config, "bias": False, "init_method": nn.init.zeros_, "is_expert": True}
+        if column:
+            self.linear_in: Any = ColumnParallelLinear(base.in_features, dim, gather_output=True, **made)
+            self.linear_out: Any = PerExpert(base.num_gemms, dim, base.out_features)
+        else:
+            self.linear_in = PerExpert(base.num_gemms, base.in_features, dim)
+            row = {"input_is_parallel": True, "skip_bias_add": True}
+            self.linear_out = RowParallelLinear(dim, base.out_features, **row, **made)
+        self.dim, self.alpha, self.activation, self.column = dim, alpha, nn.Identity(), column
+        base.register_forward_pre_hook(lambda module, args: setattr(self, "splits", args[1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        down = self.linear_in(x)[0] if self.column else self.linear_in(x, self.splits)[0]
+        up = self.linear_out(down, self.splits)[0] if self.column else self.linear_out(down)[0]
+        return up * (self.alpha / self.dim)
+
+
+SharedOuter.__module__, SharedOuter.__qualname__ = "megatron.bridge.peft.utils", "SharedOuterGroupedExpertAdapter"
+
+
+def ps_config(base: Any) -> Any:
+    return next(value for value in (getattr(base, "config", None),) if value is not None)
+
+
+def share_outer(chunks: list[Any]) -> None:
+    """Put such adapters on all experts: what is shared is the same on all ranks."""
+    from megatron.bridge.peft.lora_layers import LoRALinear
+
+    for chunk in chunks:
+        for name, module in list(chunk.named_modules()):
+            if name.endswith((".experts.linear_fc1", ".experts.linear_fc2")):
+                adapter = SharedOuter(module, 4, 6)
+                for key, parameter in adapter.named_parameters():
+                    rank = ps.get_expert_model_parallel_rank() if parameter.dim() == 3 else 0
+                    torch.manual_seed(1000 * mm.hash_of(name + key) + rank)
+                    parameter.data.copy_(torch.randn(parameter.shape) * 0.1)
+                parent, _, key = name.rpartition(".")
+                setattr(chunk.get_submodule(parent), key, LoRALinear(module, adapter))
+
+
 def boxes(shard: Any) -> dict[str, Any]:
     return {"shape": shard.shape, "whole": shard.whole, "pieces": [(p.start, p.tensor.clone()) for p in shard.pieces]}
 
 
-def work(kind: str, folder: str, grid: mm.Grid, dtype: torch.dtype, bucket_bytes: int) -> dict[str, Any]:
+def work(
+    kind: str, folder: str, grid: mm.Grid, dtype: torch.dtype, bucket_bytes: int, shared: bool = False
+) -> dict[str, Any]:
     """On each rank: what the forwards say with adapters, inside `merged` and after it; streams; the adapters as they
     lie; what Megatron-Bridge's mappings make of the names; and what adapter mode sends."""
     bridge, chunks = build(kind, folder, grid, dtype)
     plain = logits(kind, chunks)
-    adapt(kind, chunks)
+    if shared:
+        share_outer(chunks)
+    else:
+        adapt(kind, chunks)
     parameters = [p for chunk in chunks for p in chunk.parameters()]
     before = [p.detach().clone() for p in parameters]
     answer: dict[str, Any] = {"plain": plain, "adapters": logits(kind, chunks), "tower": tower(kind, chunks)}
@@ -240,3 +307,50 @@ def work(kind: str, folder: str, grid: mm.Grid, dtype: torch.dtype, bucket_bytes
     except UnsupportedAdapter as error:
         answer["refused"] = str(error)
     return answer
+
+
+def refused(kind: str, folder: str, damage: str) -> str:
+    """What reading a damaged model says."""
+    if damage == "mtp":
+        _, chunks = build(kind, folder, mm.Grid(), torch.float32, mtp_num_layers=1)
+    else:
+        _, chunks = build(kind, folder, mm.Grid(), torch.float32)
+    first = chunks[0]
+    attention = [
+        layer.self_attention for layer in mm.innermost(first).decoder.layers if hasattr(layer, "self_attention")
+    ]
+    match damage:
+        case "norms less one":
+            first.config.layernorm_zero_centered_gamma = True
+        case "one norm":
+            attention[0].out_norm.zero_centered_gamma = False
+            norm = attention[0].out_norm.weight
+            found = {name: tensor.clone() for name, tensor in MergedWeights(chunks)}
+            assert torch.equal(found["model.layers.0.linear_attn.norm.weight"], norm)
+            first.decoder.final_layernorm.zero_centered_gamma = False
+        case "another delta net" | "another attention":
+            which = attention[damage == "another attention"]
+            which.__class__ = type("Another", (type(which),), {"__module__": "mine"})
+        case "heads of the delta net":
+            first.config.linear_num_value_heads = 2
+        case "groups of Mamba":
+            first.config.mamba_num_groups = 4
+        case "another model with a tower":
+            first.__class__ = type("AnotherVL", (nn.Module,), {"__module__": "mine"})
+        case "latent rank":
+            first.config.kv_lora_rank = 32
+        case "value heads":
+            first.config.v_head_dim = 24
+        case "q alone":
+            from megatron.bridge.peft.canonical_lora import CanonicalLoRA
+
+            chunks = [
+                CanonicalLoRA(target_modules=["linear_q", "linear_k", "linear_v"], dim=4, alpha=6)(
+                    first, training=False
+                )
+            ]
+    try:
+        read(chunks)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"

@@ -1,0 +1,73 @@
+"""Models with layers beside the usual ones, out of Megatron-Bridge into a real vLLM engine: trained on two ranks, pushed
+merged, and what the engine says and holds is that of transformers' model with the merged weights."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import engines
+import hf_kinds
+import pytest
+import torch
+import torch.distributed as dist
+from processes import spawn
+
+from lora_merge import MergedWeights, VllmSync
+
+pytest.importorskip("megatron.core", reason="takes megatron-core")
+PROMPTS = [[(7 * i + 11 * p) % 100 + 1 for i in range(12)] for p in range(4)]
+VISION = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
+
+
+def work(rank: int, folder: Path, kind: str, grid: dict[str, int], tolerance: float | None) -> None:
+    """tolerance: of log-probs; None where vLLM's forward of the checkpoint is another one on CPUs: bits alone are
+    compared."""
+    import megatron_kinds as mk
+    import megatron_models as mm
+
+    from lora_merge.megatron import Chunks
+
+    os.environ["EXPERTS_ANEW"] = "1"  # laid out as vLLM's CPU kernels read them
+    hf = hf_kinds.hf_model(kind, larger=True)
+    options: dict[str, Any] = {"worker_extension_cls": "sliced_weights.Sliced"} | (VISION if "vl" in kind else {})
+    with engines.engine(hf, folder, processes=True, **options) if rank == 0 else nullcontext() as llm:
+        llms = [llm] if llm is not None else []
+        _, chunks = mk.build(kind, str(folder), mm.Grid(**grid), torch.float32)
+        mk.adapt(kind, chunks)
+        model = Chunks(chunks)
+        sync = VllmSync(model, llms or None, bucket_bytes=1 << 17)
+        for step in range(2):
+            with torch.no_grad():
+                for name, parameter in (item for chunk in chunks for item in chunk.named_parameters()):
+                    if ".linear_out." in name:
+                        parameter.mul_(1.0 + 0.5 * step)
+            report = sync.push(verify=True)
+            assert report.version == step + 1
+            bits = [one.collective_rpc("bits") for one in llms]
+            policy = hf_kinds.with_weights(hf, {name: tensor.clone() for name, tensor in MergedWeights(model)})
+            for one in llms if tolerance is not None else ():
+                outputs = engines.ask(one, None, PROMPTS)
+                engines.assert_answers(outputs, policy, PROMPTS, tolerance=tolerance)
+                assert engines.log_prob_errors(outputs, hf, PROMPTS).max() > 100 * tolerance, "nothing was trained"
+            with closing(VllmSync(policy, llms or None, bucket_bytes=1 << 17)) as plain:
+                plain.push()
+            assert [one.collective_rpc("bits") for one in llms] == bits, f"step {step}"
+        sync.close()
+        dist.barrier()
+
+
+CASES = [
+    ("gpt_oss", {"ep": 2}, 2e-5),
+]
+
+
+@pytest.mark.parametrize(("kind", "grid", "tolerance"), CASES, ids=[kind for kind, _, _ in CASES])
+def test_the_engine_holds_what_megatron_trains(
+    kind: str, grid: dict[str, int], tolerance: float | None, tmp_path: Path
+) -> None:
+    hf_kinds.save(hf_kinds.hf_model(kind, larger=True), tmp_path)
+    spawn(2, work, tmp_path, kind, grid, tolerance, timeout=timedelta(minutes=8))
