@@ -37,6 +37,7 @@ class Case:
     kind: str
     grid: Grid
     dtype: torch.dtype = FLOAT
+    cut: bool = False
 
     @property
     def world(self) -> int:
@@ -44,11 +45,12 @@ class Case:
 
     def __str__(self) -> str:
         sizes = "".join(f" {k}{v}" for k in ("tp", "pp", "ep") if (v := getattr(self.grid, k)) > 1)
-        return f"{self.kind}{sizes}{' bf16' if self.dtype == BF16 else ''}"
+        return f"{self.kind}{sizes}{' bf16' if self.dtype == BF16 else ''}{' cut' if self.cut else ''}"
 
 
 CASES = [
     Case("deepseek_v3", TP),
+    Case("deepseek_v3", TP, cut=True),
     Case("deepseek_v3", EP, BF16),
     Case("qwen3_next", TP),
     Case("qwen3_next", PP, BF16),
@@ -72,7 +74,8 @@ def test_the_stream_is_the_hf_model_with_what_its_adapters_add(case: Case, tmp_p
 
 
 def on(case: Case, folder: Path, *more: Any) -> tuple[Any, ...]:
-    return (case.world, call, "megatron_kinds", "work", case.kind, str(folder), case.grid, case.dtype, 9_000, *more)
+    args = (case.kind, str(folder), case.grid, case.dtype, 9_000, case.cut, *more)
+    return (case.world, call, "megatron_kinds", "work", *args)
 
 
 def compare(case: Case, hf: Any, ranks: list[dict[str, Any]]) -> None:

@@ -59,7 +59,11 @@ def config_of(kind: str, larger: bool = False) -> Any:
 
     vl = {"image_token_id": 104, "video_token_id": 105, "vision_start_token_id": 106, "vision_end_token_id": 107}
     tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 64}
+    if larger:  # of `engines.qwen2_5_vl_processor`
+        ids = {"vision_start": 257, "vision_end": 258, "image": 259, "video": 260}
+        vl = {f"{name}_token_id": number for name, number in ids.items()}
     text = SIZES | {"rope_parameters": MROPE, "bos_token_id": 1, "eos_token_id": 2}
+    text |= {"vocab_size": 264} if larger else {}
     match kind:
         case "deepseek_v3":
             latent = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 16}

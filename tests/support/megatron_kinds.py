@@ -86,6 +86,7 @@ from megatron.bridge import AutoBridge  # noqa: E402
 from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping  # noqa: E402
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import rope  # noqa: E402
 from megatron.core import parallel_state as ps  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
 from megatron.core.tensor_parallel.random import initialize_rng_tracker  # noqa: E402
 from megatron.core.transformer.enums import AttnBackend  # noqa: E402
@@ -125,9 +126,25 @@ PROVIDED: dict[str, dict[str, Any]] = {
 }
 
 
-def build(kind: str, folder: str, grid: mm.Grid, dtype: torch.dtype, **options: Any) -> tuple[Any, list[Any]]:
+def _cut_spec(config: Any, vp_stage: int | None = None) -> Any:
+    """With projections to the latents that are cut over ranks, as those of megatron-core's local modules are; these
+    themselves have no attention for latent heads."""
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    for layer in spec.layer_specs:
+        attention = layer.submodules.self_attention.submodules
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = ColumnParallelLinear
+    return spec
+
+
+def build(
+    kind: str, folder: str, grid: mm.Grid, dtype: torch.dtype, *, cut: bool = False, **options: Any
+) -> tuple[Any, list[Any]]:
     """The bridge of a checkpoint, and this rank's chunk of the model, loaded by it; with options of the provider's, as
-    it begins."""
+    it begins.
+
+    Args:
+        cut: see `_cut_spec`.
+    """
     ps.initialize_model_parallel(
         grid.tp, grid.pp, expert_model_parallel_size=grid.ep, expert_tensor_parallel_size=grid.etp
     )
@@ -152,6 +169,8 @@ def build(kind: str, folder: str, grid: mm.Grid, dtype: torch.dtype, **options: 
     }  # fmt: skip
     for name, value in (ON_CPU | sizes | PROVIDED.get(kind, {}) | options).items():
         setattr(provider, name, value)
+    if cut:
+        provider.transformer_layer_spec = _cut_spec
     provider.finalize()
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -189,15 +208,15 @@ TARGETS = {
 }
 
 
-def adapt(kind: str, chunks: list[Any]) -> None:
-    """Put Megatron-Bridge's LoRA on its layers, with an effect, and with replicas that agree."""
+def adapt(kind: str, chunks: list[Any], targets: list[str] | None = None) -> None:
+    """Put Megatron-Bridge's LoRA on its layers (default: `TARGETS`), with an effect, and with replicas that agree."""
     from megatron.bridge.peft import lora, lora_layers
 
     router, forward = lora_layers.LoRATopKRouter, lora_layers.LoRATopKRouter.__dict__["forward"]
     if forward.__code__.co_argcount == 2:  # see `megatron_models.bridge`
         router.forward = lambda self, x, padding_mask=None: forward(self, x)
     for i, chunk in enumerate(chunks):
-        chunks[i] = lora.LoRA(target_modules=TARGETS[kind], dim=4, alpha=6)(chunk, training=False)
+        chunks[i] = lora.LoRA(target_modules=targets or TARGETS[kind], dim=4, alpha=6)(chunk, training=False)
         for name, parameter in chunks[i].named_parameters():
             if ".linear_in." in name or ".linear_out." in name:
                 cut, expert = getattr(parameter, "tensor_model_parallel", False), ".experts." in name
@@ -271,11 +290,11 @@ def boxes(shard: Any) -> dict[str, Any]:
 
 
 def work(
-    kind: str, folder: str, grid: mm.Grid, dtype: torch.dtype, bucket_bytes: int, shared: bool = False
+    kind: str, folder: str, grid: mm.Grid, dtype: torch.dtype, bucket_bytes: int, cut: bool, shared: bool = False
 ) -> dict[str, Any]:
     """On each rank: what the forwards say with adapters, inside `merged` and after it; streams; the adapters as they
     lie; what Megatron-Bridge's mappings make of the names; and what adapter mode sends."""
-    bridge, chunks = build(kind, folder, grid, dtype)
+    bridge, chunks = build(kind, folder, grid, dtype, cut=cut)
     plain = logits(kind, chunks)
     if shared:
         share_outer(chunks)

@@ -1,5 +1,5 @@
-"""Models with layers beside the usual ones, out of Megatron-Bridge into a real vLLM engine: trained on two ranks, pushed
-merged, and what the engine says and holds is that of transformers' model with the merged weights."""
+"""Models with layers beside the usual ones, out of Megatron-Bridge into a real vLLM engine: trained on two ranks and
+pushed merged; what the engine says and holds is that of transformers' model with the merged weights."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from lora_merge import MergedWeights, VllmSync
 
 pytest.importorskip("megatron.core", reason="takes megatron-core")
 PROMPTS = [[(7 * i + 11 * p) % 100 + 1 for i in range(12)] for p in range(4)]
-VISION = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
+NO_IMAGES = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
 
 
-def work(rank: int, folder: Path, kind: str, grid: dict[str, int], tolerance: float | None) -> None:
+def work(
+    rank: int, folder: Path, kind: str, grid: dict[str, int], tolerance: float | None, options: dict[str, Any]
+) -> None:
     """tolerance: of log-probs; None where vLLM's forward of the checkpoint is another one on CPUs: bits alone are
     compared."""
     import megatron_kinds as mk
@@ -33,11 +35,13 @@ def work(rank: int, folder: Path, kind: str, grid: dict[str, int], tolerance: fl
 
     os.environ["EXPERTS_ANEW"] = "1"  # laid out as vLLM's CPU kernels read them
     hf = hf_kinds.hf_model(kind, larger=True)
-    options: dict[str, Any] = {"worker_extension_cls": "sliced_weights.Sliced"} | (VISION if "vl" in kind else {})
+    options = options | {"worker_extension_cls": "sliced_weights.Sliced"}
     with engines.engine(hf, folder, processes=True, **options) if rank == 0 else nullcontext() as llm:
         llms = [llm] if llm is not None else []
         _, chunks = mk.build(kind, str(folder), mm.Grid(**grid), torch.float32)
-        mk.adapt(kind, chunks)
+        # vLLM leaves a tower out where it takes no images: what is trained of one would be refused.
+        text = [f"*language_model.*.{name}" for name in mm.LINEARS] if "limit_mm_per_prompt" in options else None
+        mk.adapt(kind, chunks, text)
         model = Chunks(chunks)
         sync = VllmSync(model, llms or None, bucket_bytes=1 << 17)
         for step in range(2):
@@ -60,14 +64,21 @@ def work(rank: int, folder: Path, kind: str, grid: dict[str, int], tolerance: fl
         dist.barrier()
 
 
-CASES = [
-    ("gpt_oss", {"ep": 2}, 2e-5),
+CASES: list[tuple[str, dict[str, int], float | None, dict[str, Any]]] = [
+    ("gpt_oss", {"ep": 2}, 2e-5, {}),
+    ("deepseek_v3", {"tp": 2, "etp": 1}, None, {}),
+    ("qwen2_5_vl", {"tp": 2}, 2e-5, {"skip_tokenizer_init": False, "max_model_len": 256}),
+    ("qwen3_vl_moe", {"ep": 2}, 2e-5, NO_IMAGES),
 ]
 
 
-@pytest.mark.parametrize(("kind", "grid", "tolerance"), CASES, ids=[kind for kind, _, _ in CASES])
+@pytest.mark.parametrize(("kind", "grid", "tolerance", "options"), CASES, ids=[case[0] for case in CASES])
 def test_the_engine_holds_what_megatron_trains(
-    kind: str, grid: dict[str, int], tolerance: float | None, tmp_path: Path
+    kind: str, grid: dict[str, int], tolerance: float | None, options: dict[str, Any], tmp_path: Path
 ) -> None:
+    if "vl" in kind:
+        pytest.importorskip("torchvision", reason="vLLM's models with images take torchvision")
     hf_kinds.save(hf_kinds.hf_model(kind, larger=True), tmp_path)
-    spawn(2, work, tmp_path, kind, grid, tolerance, timeout=timedelta(minutes=8))
+    if "limit_mm_per_prompt" not in options and "vl" in kind:
+        engines.qwen2_5_vl_processor().save_pretrained(tmp_path)
+    spawn(2, work, tmp_path, kind, grid, tolerance, options, timeout=timedelta(minutes=8))
