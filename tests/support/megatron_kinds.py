@@ -4,11 +4,13 @@ and Mamba, which have no CPU build."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import te_cpu
 
@@ -82,7 +84,13 @@ torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *args: None
 
 import megatron.core.fusions.fused_softmax as fused_softmax  # noqa: E402
 import megatron_models as mm  # noqa: E402
+
+if _TRITON := importlib.util.find_spec("triton") is None:  # as where vLLM is a CPU's; no kernel of it runs here
+    sys.modules.update({name: mock.MagicMock(__version__="3.6.0") for name in ("triton", "triton.language")})
 from megatron.bridge import AutoBridge  # noqa: E402
+
+if _TRITON:
+    del sys.modules["triton"], sys.modules["triton.language"]
 from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping  # noqa: E402
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import rope  # noqa: E402
 from megatron.core import parallel_state as ps  # noqa: E402
@@ -122,7 +130,6 @@ PROVIDED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"moe_router_score_function": "sigmoid", "rope_type": "rope", "moe_router_dtype": "fp32"},
     "nemotron_h": {"hybrid_override_pattern": "M*-E", "num_layers": 4},
     "gpt_oss": {"attention_backend": AttnBackend.local},
-    "qwen2_5_vl": {"mrope_section": hf_kinds.MROPE["mrope_section"]},
 }
 
 
@@ -167,6 +174,7 @@ def build(
         "params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype == torch.bfloat16, "fp16": False,
         "moe_token_dispatcher_type": "allgather" if grid.ep == 1 else "alltoall",
     }  # fmt: skip
+    sizes |= {name: value for name, value in text.rope_parameters.items() if name == "mrope_section"}
     for name, value in (ON_CPU | sizes | PROVIDED.get(kind, {}) | options).items():
         setattr(provider, name, value)
     if cut:
