@@ -87,6 +87,7 @@ def compare(case: Case, hf: Any, ranks: list[dict[str, Any]]) -> None:
                 assert_same_bits(rank[what][name], value, f"{what}: {name}")
         assert_same_bits(rank["after"], rank["adapters"], "logits after")
         assert not torch.equal(rank["plain"], rank["adapters"]), "the adapters do nothing"
+        sent(case, hf_kinds.checkpoint(hf), wanted, rank)
     if case.dtype == FLOAT:
         agree(case, hf, wanted, ranks)
 
@@ -160,6 +161,21 @@ def agree(case: Case, hf: Any, wanted: dict[str, Tensor], ranks: list[dict[str, 
             if rank[what] is not None:
                 assert (rank[what] - tower).abs().max() < 1e-5, what
     assert tower is None or any(rank["tower"] is not None for rank in ranks)
+
+
+def sent(case: Case, base: dict[str, Tensor], wanted: dict[str, Tensor], rank: dict[str, Any]) -> None:
+    """What adapter mode sends adds to the base what was merged, and to nothing else; or it is refused."""
+    if case.kind in ("gpt_oss", "qwen3_vl_moe"):
+        assert "its checkpoint layout cannot be adapted in parts; push with mode=" in rank["refused"]
+        return
+    factors = rank["exported"]
+    adapted = {name.removesuffix(".lora_A.weight") for name in factors if name.endswith(".lora_A.weight")}
+    assert adapted == {name.removesuffix(".weight") for name in wanted if not torch.equal(wanted[name], base[name])}
+    for name in adapted:
+        added = factors[f"{name}.lora_B.weight"].double() @ factors[f"{name}.lora_A.weight"].double()
+        made = wanted[f"{name}.weight"].double()
+        error, largest = (base[f"{name}.weight"].double() + added - made).abs().max(), float(made.abs().max())
+        assert error < (1e-6 if case.dtype == FLOAT else 2.0**-8) * max(1.0, largest), name  # of bf16 half a last place
 
 
 def expected(base: dict[str, Tensor], deltas: list[dict[str, Any]]) -> dict[str, Tensor]:
