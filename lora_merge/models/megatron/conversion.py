@@ -48,7 +48,6 @@ class MegatronConversion(Conversion):
 
     def __init__(self) -> None:
         super().__init__(None, "")
-        self._sources: dict[str, tuple[str, ...]] = {}
 
     def outputs(self, metas: Mapping[str, Tensor]) -> list[Made]:
         """Return the checkpoint tensors that parts, given as meta tensors, become.
@@ -65,14 +64,13 @@ class MegatronConversion(Conversion):
                 meta = metas[name]
                 made.append(Made(name, (name,), meta.shape, (0, meta.shape, meta.stride())))
                 continue
-            self._sources[name] = tuple(sources)
             shape = _converted(name, {source: metas[source] for source in sources}).shape
             made.append(Made(name, tuple(sources), shape, None))
         return made
 
     def compute(self, merged: Mapping[str, Tensor], name: str) -> Tensor:
         """Compute a checkpoint tensor from the values of all its parts; a norm is rounded to their dtype."""
-        return _converted(name, {source: merged[source] for source in self._sources[name]})
+        return _converted(name, {part: tensor for part, tensor in merged.items() if tensor_of(part) == name})
 
 
 def _converted(name: str, parts: Mapping[str, Tensor]) -> Tensor:
