@@ -63,7 +63,7 @@ def config_of(kind: str, larger: bool = False) -> Any:
         ids = {"vision_start": 257, "vision_end": 258, "image": 259, "video": 260}
         vl = {f"{name}_token_id": number for name, number in ids.items()}
     text = SIZES | {"rope_parameters": MROPE, "bos_token_id": 1, "eos_token_id": 2}
-    text |= {"vocab_size": 264} if larger else {}
+    text |= {"vocab_size": 264, "max_position_embeddings": 256} if larger else {}
     match kind:
         case "deepseek_v3":
             latent = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 16}
