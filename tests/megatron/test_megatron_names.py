@@ -21,9 +21,11 @@ import torch
 from lora_merge import InvalidInput, UnsupportedAdapter, merged
 from lora_merge.engine.payload.adapter import _check_experts
 from lora_merge.models.megatron import adapters
+from lora_merge.models.megatron.conversion import MegatronConversion
 from lora_merge.models.megatron.groups import replica
-from lora_merge.models.megatron.names import bridge_names, names_of, row_blocks
+from lora_merge.models.megatron.names import bridge_names, names_of
 from lora_merge.models.megatron.read import read
+from lora_merge.models.megatron.rows import row_blocks
 
 
 def config(**changes: Any) -> Any:
@@ -58,6 +60,37 @@ def test_rows_of_gate_and_up_alternate_by_rank_and_those_of_q_k_and_v_by_query_g
         row_blocks("fc1", both, 9, 2, config())
     with pytest.raises(InvalidInput, match="x: fused tensors must be q, k, v or gate, up; got a, b"):
         row_blocks("x", {"a": "a", "b": "b"}, 8, 1, config())
+
+
+def test_rows_of_a_gated_delta_net_in_tensors_of_their_own() -> None:
+    """As Qwen3.5's checkpoints have them: q, k and v one below the other, z, b and a apart."""
+    sizes = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 3}
+    delta, ranks = config(**sizes, linear_value_head_dim=5), 2
+    q, k, v, z, b, a = torch.arange(12 + 12 + 40 + 40 + 8 + 8).split([12, 12, 40, 40, 8, 8])
+    parameter = torch.cat([part.chunk(ranks)[rank] for rank in range(ranks) for part in (q, k, v, z, b, a)])
+    name, hf = "decoder.layers.0.self_attention.in_proj.weight", {key: key for key in ("qkv", "z", "b", "a")}
+    found = row_blocks(name, hf, len(parameter), ranks, delta)
+    for key, wanted in {"qkv": torch.cat([q, k, v]), "z": z, "b": b, "a": a}.items():
+        made = torch.full_like(wanted, -1)
+        for at, start, count in found[key]:
+            made[start : start + count] = parameter[at : at + count]
+        assert torch.equal(made, wanted), key
+    with pytest.raises(InvalidInput, match=r"in_proj\.weight: it becomes qkvz and ba, or qkv, z, b and a; got q, k, v"):
+        row_blocks(name, {"q": "q", "k": "k", "v": "v"}, len(parameter), ranks, delta)
+    with pytest.raises(InvalidInput, match=r"in_proj\.weight: linear_num_key_heads=4.* over 3 ranks by whole heads"):
+        row_blocks(name, hf, len(parameter), 3, delta)
+    with pytest.raises(InvalidInput, match=r"conv1d\.weight: 60 rows over 2 ranks, .* make 64 of q, k, v"):
+        row_blocks("decoder.layers.0.self_attention.conv1d.weight", "conv1d", 60, ranks, delta)
+
+
+def test_experts_that_are_missing_in_a_tensor_of_all_of_them() -> None:
+    part = torch.empty(2, 3, device="meta")
+    whole = {f"w[{e}].{half}": part for e in range(3) for half in ("even", "odd")}
+    (made,) = MegatronConversion().outputs(whole)
+    assert (made.name, made.shape, made.sources) == ("w", (3, 3, 4), tuple(whole))
+    del whole["w[1].odd"]
+    with pytest.raises(InvalidInput, match=r"w: of the parts of 3 experts some are on no rank \(5 are there, w\[0\]"):
+        MegatronConversion().outputs(whole)
 
 
 def test_fc1_that_is_not_gate_above_up_is_refused() -> None:
@@ -143,8 +176,10 @@ def test_megatron_bridge_and_we_give_the_same_names(name: str) -> None:
 
 def test_names_of_megatron_bridge_that_do_not_fit() -> None:
     assert bridge_names(recorded())("decoder.layers.0.unheard_of") is None
-    with pytest.raises(InvalidInput, match=r"decoder\.layers\.3\.special: .* a MambaConv1dMapping, which does more"):
-        bridge_names(recorded("MambaConv1dMapping"))("decoder.layers.3.special")
+    with pytest.raises(
+        InvalidInput, match=r"decoder\.layers\.3\.special: .* a ConcatenatedQKVMapping, which does more"
+    ):
+        bridge_names(recorded("ConcatenatedQKVMapping"))("decoder.layers.3.special")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +215,7 @@ def test_which_experts_can_be_served_as_adapters(change: dict[str, int | None], 
 
 @pytest.mark.parametrize(("model", "kinds"), [([torch.nn.Linear(2, 2)], "Linear"), ([], "none")])
 def test_only_megatron_models(model: list[Any], kinds: str) -> None:
-    with pytest.raises(InvalidInput, match=f"chunks of a megatron-core GPTModel, got {kinds}"):
+    with pytest.raises(InvalidInput, match=f"chunks of a megatron-core GPTModel or MambaModel, got {kinds}"):
         read(model)
 
 

@@ -348,14 +348,15 @@ def load(chunk: Any, hf: dict[str, Tensor], grid: Grid, padded: int) -> None:
     assert not parameters, f"not loaded: {sorted(parameters)}"
 
 
-def logits(chunks: list[Any], tokens: Tensor) -> Tensor:
+def logits(chunks: list[Any], tokens: Tensor, positions: Tensor | None = None) -> Tensor:
     """`[batch, sequence, padded vocabulary]` on every rank; activations go from stage to stage by hand."""
     from megatron.core import parallel_state as ps
 
     group, me, ranks = ps.get_pipeline_model_parallel_group(), ps.get_pipeline_model_parallel_rank(), []
     ranks = dist.get_process_group_ranks(group)
     tokens = tokens.to(DEVICE)
-    positions = torch.arange(tokens.shape[1], device=DEVICE).expand_as(tokens)
+    if positions is None:
+        positions = torch.arange(tokens.shape[1], device=DEVICE).expand_as(tokens)
     mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1], device=DEVICE).triu(1).bool()
     config = innermost(chunks[0]).config
     rows = tokens.shape[1] // (config.tensor_model_parallel_size if config.sequence_parallel else 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import multiprocessing as mp
 import os
@@ -80,6 +81,11 @@ class Pool:
         self._workers, self._pipes = [], []
 
 
+def call(module: str, function: str, *args: Any) -> Any:
+    """For `Pool.run`: a function of a module that workers import and this process does not."""
+    return getattr(importlib.import_module(module), function)(*args)
+
+
 def _serve(pipe: Any, forked: bool) -> None:
     torch.set_num_threads(1)
     pipe.send("megatron_preload" in sys.modules or not forked)
@@ -94,8 +100,6 @@ def _serve(pipe: Any, forked: bool) -> None:
 def _answer(
     backend: str, rank: int, world: int, store: str, fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[bool, Any]:
-    from megatron.core import parallel_state
-
     try:
         if "nccl" in backend:
             torch.cuda.set_device(rank)
@@ -107,6 +111,8 @@ def _answer(
     except Exception:
         return False, traceback.format_exc()
     finally:
+        from megatron.core import parallel_state  # a case may bring what it is to be imported with
+
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 

@@ -107,7 +107,6 @@ class GroupedLinear(_Base):
         params_dtype: torch.dtype = torch.float32, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        assert not bias, "not stood in for"
         self.num_gemms, self.use_bias, self.tp_group, self.tp_size = num_gemms, bias, tp_group, tp_size
         self.in_features = in_features // (tp_size if parallel_mode == "row" else 1)
         self.out_features = out_features // (tp_size if parallel_mode == "column" else 1)
@@ -116,10 +115,15 @@ class GroupedLinear(_Base):
         for i in range(num_gemms):
             shape = (self.out_features, self.in_features)
             self.register_parameter(f"weight{i}", self.init_weight(shape, init_method, params_dtype, dim))
+            if bias:
+                self.register_parameter(f"bias{i}", nn.Parameter(torch.zeros(self.out_features, dtype=params_dtype)))
 
     def forward(self, x: Tensor, m_splits: Any, is_first_microbatch: bool | None = None) -> Any:
-        parts = x.split(list(map(int, m_splits)))
-        return torch.cat([F.linear(part, self._parameters[f"weight{i}"]) for i, part in enumerate(parts)])
+        parts, own = x.split(list(map(int, m_splits))), self._parameters
+        biases = [own.get(f"bias{i}") for i in range(self.num_gemms)]
+        added = [None] * self.num_gemms if self.return_bias else biases
+        out = torch.cat([F.linear(part, own[f"weight{i}"], added[i]) for i, part in enumerate(parts)])
+        return (out, biases) if self.return_bias else out
 
 
 class _Norm(nn.Module):

@@ -88,6 +88,7 @@ _plain: set[type] = set()
 """Classes of modules that are no adapter layers."""
 _ADAPTERS = {"megatron.bridge.peft.adapter_wrapper.AdapterWrapper", "peft.tuners.tuners_utils.BaseTunerLayer"}
 _UNWRAPPING = {"LinearAdapter", "TELinearAdapter", "PatchedLinearAdapter", "PatchedTELinearAdapter"}
+"""Classes of Megatron-Bridge that are the linear which they adapt; known by their dotted paths, below, or refused."""
 
 
 def style_of(name: str, module: nn.Module) -> Style | None:
@@ -193,6 +194,17 @@ for _name in ("lora_layers.LoRALinear", "lora_layers.TEFusedLoRALinear", "lora_l
     register(_BRIDGE + _name, "to_wrap", Style(_bridge, _bridge_off))
 for _name in ("canonical_lora.LoRALinearSplitQKV", "canonical_lora.LoRALinearSplitFC1UpGate"):
     register(_BRIDGE + _name, "to_wrap", Style(_canonical, _bridge_off))
+
+
+def _linear(name: str, layer: Layer) -> list[Pair]:
+    """Read a linear of transformers' (of a tower) that is its own adapter layer; every rank holds all of it."""
+    if not layer._adapter_enabled:
+        return []
+    return [Pair(Half(layer.linear_in.weight, None), Half(layer.linear_out.weight, None), layer.scale)]
+
+
+for _name in ("LinearAdapter", "TELinearAdapter"):
+    _STYLES[f"{_BRIDGE}lora_layers.{_name}"] = Style(_linear, _bridge_off)
 
 
 # ---- mcore-bridge, ms-swift ------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def replica(groups: Sequence[tuple[Sequence[int], Sequence[int]]], rank: int) ->
 
 
 def groups_of(model: Any) -> tuple[Groups, ProcessGroups]:
-    """Return where this rank is, for an unwrapped GPTModel.
+    """Return where this rank is, for an unwrapped GPTModel or MambaModel.
 
     Raises:
         InvalidInput: torch.distributed or Megatron's parallel groups are not initialised.

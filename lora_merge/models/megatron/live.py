@@ -24,7 +24,9 @@ from ..delta import Delta, Factors, Job, LazyList, in_place
 from ..guards import Replaced, guarded, refuse_copy
 from ..part import Part
 from ..snapshot import Indices, Layed, Owners, Snapshot, Taking, indices_in, layouts, note, owners, some
+from .conversion import MegatronConversion
 from .groups import Groups, ProcessGroups, groups_of, replica
+from .layers import text_of
 from .read import Chunks, MegatronModel, facts_of, is_megatron, layers_off, read
 
 __all__ = ["Megatron", "is_megatron"]
@@ -46,7 +48,7 @@ class Megatron:
         chunks = [model] if isinstance(model, nn.Module) else model
         self._chunks = chunks if isinstance(chunks, Chunks) else Chunks(chunks)
         self.key = innermost(self._chunks.list[0])
-        groups, pg = groups_of(self.key)
+        groups, pg = groups_of(text_of(self.key))
         self.ranks = Ranks(_replica(groups, pg))
         merging = _larger(pg.tp, pg.expert_tp)
         self.merging = self.ranks if merging is None else Ranks(merging)
@@ -150,7 +152,7 @@ class Megatron:
         return [part.delta for part in parts.values() if part.delta is not None]
 
     def conversion(self) -> Conversion:
-        return Conversion(None, "")
+        return MegatronConversion()
 
     def weights(self, deltas: Sequence[Delta]) -> dict[Address, Tensor]:
         """Return whole parameters (whose data may be moved inside the block), also where not all of their rows are

@@ -1,15 +1,16 @@
-"""From the parameters of a megatron-core GPTModel to the tensors of a HF checkpoint: names, and which rows go where."""
+"""From the parameters of a megatron-core model to the tensors of a HF checkpoint: names."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from ...errors import InvalidInput
+from .conversion import ONE_LESS, stacked
+from .families import family_of, within_vision
+from .rows import HF
 
-HF: TypeAlias = str | Mapping[str, str]
-"""A checkpoint tensor; or the ones that Megatron fuses by rows: keys q, k, v or gate, up."""
 Names: TypeAlias = Callable[[str], HF | None]
 """HF name(s) of a Megatron parameter, None for one that it does not know.
 
@@ -18,25 +19,38 @@ each expert whatever holds them, layer norms under the linear that they precede 
 `decoder.layers.7.self_attention.linear_qkv.layer_norm_weight`, `decoder.layers.7.mlp.experts.linear_fc1.weight12`. So
 where Megatron-Bridge is installed, its mappings serve: see `bridge_names`.
 """
-Block: TypeAlias = tuple[int, int, int]
-"""Rows that follow each other: the first one in the parameter over all ranks, the first one in the tensor, how many."""
 
-INTERLEAVED = ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size")
-"""Options of megatron-core, newer than 0.16, that order the rows of fc1 otherwise."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_FC1 = re.compile(r"linear_fc1\.(?:weight|bias)")
 _EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
 
 
-def names_of(config: Any) -> Names:
-    """Return the names of Llama, Qwen2, Qwen3, Qwen2-MoE, Qwen3-MoE and Mixtral checkpoints, told apart by the
-    configuration.
+def names_of(config: Any, kind: str = "GPTModel", outer: Sequence[str] = ()) -> Names:
+    """Return the names of the checkpoints of Llama, Qwen2, Qwen3, Qwen2-MoE, Qwen3-MoE, Mixtral, DeepSeek-V3,
+    Qwen3-Next, Nemotron-H and gpt-oss, told apart by the configuration; and of Qwen2.5-VL and Qwen3-VL, by their class.
 
     Experts without norms on q and k, and without biases on them, are Mixtral's.
 
     Args:
-        config: the model's TransformerConfig.
+        config: of the (language) model.
+        kind: "GPTModel" or "MambaModel".
+        outer: dotted paths of the class, and its bases, of the model that has it as `language_model`.
+
+    Raises:
+        InvalidInput: a model around a language model whose names are not known.
     """
+    text = family_of(config, kind) or _usual(config)
+    if not outer:
+        return text
+    found = within_vision(list(outer), text, bool(config.num_moe_experts))
+    if found is None:
+        raise InvalidInput(
+            f"{outer[0]}: the HF names of this model around a language model are not known here; pass names=, such as "
+            "those of Megatron-Bridge: Chunks(chunks, names=bridge_names(bridge._model_bridge.mapping_registry()))"
+        )
+    return found
+
+
+def _usual(config: Any) -> Names:
     qwen = config.qk_layernorm or config.add_qkv_bias
     moe, gate, down, up = (
         ("mlp", "gate_proj", "down_proj", "up_proj") if qwen else ("block_sparse_moe", "w1", "w2", "w3")
@@ -95,8 +109,8 @@ def bridge_names(registry: Any) -> Names:
         bridge = AutoBridge.from_hf_pretrained(path)
         read(chunks, names=bridge_names(bridge._model_bridge.mapping_registry()))
 
-    Only names are taken. A mapping that changes values, or moves them otherwise than by splitting q, k, v or gate and
-    up, is refused when a parameter needs it.
+    Only names are taken. A mapping that changes values, or moves them in another way than is known here, is refused
+    when a parameter needs it.
 
     Args:
         registry: of the bridge.
@@ -105,79 +119,33 @@ def bridge_names(registry: Any) -> Names:
         a function from Megatron's parameter names to HF names, for `read` and `Chunks`; it raises `InvalidInput`, with
         the class of the mapping, for a parameter whose mapping is refused.
     """
-    plain = {"AutoMapping", "QKVMapping", "GatedMLPMapping", "ColumnParallelMapping", "RowParallelMapping"}
-    plain |= {"ReplicatedMapping", "DirectMapping"}
 
     def names(name: str) -> HF | None:
         mapping = registry.megatron_to_hf_lookup(name)
         if mapping is None:
             return None
-        if type(mapping).__name__ not in plain:
-            raise InvalidInput(
-                f"{name}: Megatron-Bridge converts it with a {type(mapping).__name__}, which does more than split rows"
-            )
-        return mapping.hf_param
+        kind = type(mapping).__name__
+        if kind in _PLAIN and getattr(mapping, "permute_dims", None) is None:
+            return mapping.hf_param
+        if kind in _STACKED:
+            places, expert = _STACKED[kind], re.sub(r"\D", "", name.rpartition(".")[2])
+            hf = {key: stacked(mapping.hf_param, expert, place) for key, place in places.items()}
+            return hf or stacked(mapping.hf_param, expert)
+        if kind == "RMSNorm2ZeroCenteredRMSNormMapping":
+            return mapping.hf_param + ONE_LESS
+        raise InvalidInput(
+            f"{name}: Megatron-Bridge converts it with a {kind}, which does more than is known here of splitting rows"
+        )
 
+    names.zero_centered = True  # type: ignore[attr-defined]  # what it copies is what the checkpoint holds
     return names
 
 
-def row_blocks(name: str, hf: HF, rows: int, ranks: int, config: Any) -> dict[str, list[Block]]:
-    """Return which rows of a Megatron parameter are which of the checkpoint's tensors: by key in `HF`, "" if there is
-    one.
-
-    Args:
-        rows: of the whole parameter.
-        ranks: over which its rows are cut; 1 where they are not.
-
-    Raises:
-        InvalidInput: the rows do not fit the configuration, or what it does to fc1.
-    """
-    if _FC1.search(name) or set(hf) == {"gate", "up"}:
-        _check_fc1(name, hf, ranks, config)
-    if isinstance(hf, str):
-        return {"": [(0, 0, rows)]}
-    if set(hf) == {"gate", "up"}:  # each rank holds its rows of gate above its rows of up
-        half, rest = divmod(rows, 2 * ranks)
-        if rest:
-            raise InvalidInput(f"{name}: {rows} rows over {ranks} ranks do not halve into gate and up")
-        return {
-            key: [((2 * rank + turn) * half, rank * half, half) for rank in range(ranks)]
-            for turn, key in enumerate(("gate", "up"))
-        }
-    if set(hf) != {"q", "k", "v"}:
-        raise InvalidInput(f"{name}: fused tensors must be q, k, v or gate, up; got {', '.join(hf)}")
-    heads, groups, dim = config.num_attention_heads, config.num_query_groups, config.kv_channels
-    wanted = (heads + 2 * groups) * dim
-    if rows != wanted or getattr(config, "attention_output_gate", False):
-        raise InvalidInput(
-            f"{name}: {rows} rows, but num_attention_heads={heads}, num_query_groups={groups} and kv_channels={dim} "
-            f"make {wanted} of q, k and v"
-        )
-    q = heads // groups * dim  # a query group: its heads of q, then one of k, then one of v
-    group = q + 2 * dim
-    return {
-        key: [(g * group + at, g * count, count) for g in range(groups)]
-        for key, at, count in (("q", 0, q), ("k", q, dim), ("v", q + dim, dim))
-    }
-
-
-def _check_fc1(name: str, hf: HF, ranks: int, config: Any) -> None:
-    """Check fc1: where it is gated, each rank holds its rows of gate above its rows of up; where not, it is one
-    tensor."""
-    gated, fused = getattr(config, "gated_linear_unit", True), not isinstance(hf, str)
-    if not gated and fused:
-        raise InvalidInput(
-            f"{name}: gated_linear_unit=False, so that it is one tensor and not gate and up; pass names= that give it "
-            "one HF name"
-        )
-    for option in INTERLEAVED:
-        if gated and getattr(config, option, None):
-            raise InvalidInput(
-                f"{name}: {option}={getattr(config, option)} lays gate and up in turns, which is not known here; train "
-                "with None"
-            )
-    if gated and not fused and ranks > 1:
-        raise InvalidInput(
-            f"{name}: gate and up over {ranks} ranks, each with its part of both: expected names of the two, got "
-            f"{hf!r}; pass names= that give {{'gate': ..., 'up': ...}}"
-        )
+_PLAIN = {"AutoMapping", "QKVMapping", "GatedMLPMapping", "ColumnParallelMapping", "RowParallelMapping"}
+_PLAIN |= {"ReplicatedMapping", "DirectMapping"}
+_PLAIN |= {"GDNConv1dMapping", "GDNLinearMapping", "GDNLinearMappingSeparate"}
+_PLAIN |= {"MambaConv1dMapping", "MambaInProjMapping"}
+_HALVES, _TURNS = {"gate": "gate", "up": "up"}, {"gate": "even", "up": "odd"}
+_STACKED: dict[str, dict[str, str]] = {"GPTOSSMLPGateUpProjMapping": _TURNS, "GPTOSSMLPDownProjMapping": {}}
+_STACKED |= {"ExpertMLPGateUpProjMapping": _HALVES, "ExpertMLPDownProjMapping": {}}
+"""Mappings of Megatron-Bridge into tensors of all experts, `[experts, in, out]`: where gate and up go."""

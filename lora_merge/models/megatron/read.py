@@ -18,36 +18,50 @@ from torch import Tensor, nn
 
 from ...errors import InvalidInput, LoraMergeError, UnsupportedAdapter
 from ...names import innermost, lineage, walk, wrapped
-from ...shards import Piece, Shard
+from ...shards import Shard
 from ..delta import Factors
 from .adapters import Half, Layer, Pair, Style, cut_of, style_of
+from .conversion import ONE_LESS
 from .groups import Groups, groups_of
-from .names import HF, INTERLEAVED, Block, Names, names_of, row_blocks
+from .layers import check_known, columns_of, cut_within, is_layer, is_mamba, text_of
+from .names import Names, names_of
+from .rows import HF, INTERLEAVED, Block, place, row_blocks
 
-_CORE = "megatron.core."
-_MODEL = _CORE + "models.gpt.gpt_model.GPTModel"
-_TRANSFORMER_LAYER = _CORE + "transformer.transformer_layer.TransformerLayer"
-_GROUPED_MLP = _CORE + "transformer.moe.experts.GroupedMLP"
+_GROUPED_MLP = "megatron.core.transformer.moe.experts.GroupedMLP"
 _CONFIG = (
     "add_qkv_bias",
     "attention_output_gate",
+    "experimental_attention_variant",
     "gated_linear_unit",
     "hidden_size",
     "kv_channels",
+    "kv_lora_rank",
     "layernorm_zero_centered_gamma",
+    "linear_key_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
+    "mamba_head_dim",
+    "mamba_num_groups",
+    "mamba_num_heads",
+    "mamba_state_dim",
     "moe_layer_freq",
     "multi_latent_attention",
     "num_attention_heads",
     "num_layers",
     "num_moe_experts",
     "num_query_groups",
+    "q_lora_rank",
     "qk_layernorm",
+    "softmax_type",
+    "v_head_dim",
     "virtual_pipeline_model_parallel_size",
     "vocab_size",
     *INTERLEAVED,
 )
 """What reading asks of a configuration."""
 _EXPERT = re.compile(r"(.*mlp\.experts)\.(?:local_experts\.(\d+)\.)?(linear_fc[12]\.(?:weight|bias))(\d+)?")
+_LANGUAGE = "language_model."
 _VOCABULARY = {f"{at}.{kind}" for at in ("embedding.word_embeddings", "output_layer") for kind in ("weight", "bias")}
 
 
@@ -59,7 +73,8 @@ class Chunks:
             evaluate(chunks)
 
     Args:
-        list: the GPTModel of every virtual stage of this rank, in any of Megatron's and PEFT's wrappers.
+        list: the GPTModel or MambaModel of every virtual stage of this rank, or the model with images around it, in any
+            of Megatron's and PEFT's wrappers.
         vocab_size: rows of the checkpoint's embedding; see `read`.
         names: function from Megatron's parameter names to HF names; see `read`.
     """
@@ -96,10 +111,11 @@ class MegatronModel:
 
 
 def is_megatron(model: object) -> bool:
-    """Return True if a model (or the first of a list of chunks) is a megatron-core GPTModel in any wrappers."""
+    """Return True if a model (or the first of a list of chunks) is a megatron-core GPTModel or MambaModel in any
+    wrappers, or has one as its `language_model`."""
     chunks = model.list if isinstance(model, Chunks) else model
     first = chunks[0] if isinstance(chunks, Sequence) and len(chunks) else chunks
-    return isinstance(first, nn.Module) and _MODEL in lineage(type(innermost(first)))
+    return isinstance(first, nn.Module) and text_of(first) is not None
 
 
 def read(
@@ -111,14 +127,16 @@ def read(
         print(found.deltas.keys())
 
     Args:
-        chunks: the GPTModel of every virtual stage of this rank, in any of Megatron's and PEFT's wrappers.
+        chunks: the GPTModel or MambaModel of every virtual stage of this rank, or the model with images around it, in
+            any of Megatron's and PEFT's wrappers.
         vocab_size: rows of the checkpoint's embedding; default: the configuration's `vocab_size` where it has one
             (Megatron-Bridge's providers do), else the model's, padding and all.
         names: function from Megatron's parameter names to HF names, such as `bridge_names` makes; default: by the
-            configuration, for Llama, Qwen2, Qwen3, Qwen2-MoE, Qwen3-MoE and Mixtral.
+            configuration, see `names_of`.
 
     Returns:
-        tensors, deltas and groups of this rank, as views of the live parameters.
+        tensors, deltas and groups of this rank, as views of the live parameters. What goes into a checkpoint tensor
+        that is no box of them is named after its place there; see `models/megatron/conversion.py`.
 
     Raises:
         InvalidInput: a parameter that has no HF name, or that does not fit the configuration; names it and the rank.
@@ -128,8 +146,8 @@ def read(
     chunks = [chunks] if isinstance(chunks, nn.Module) else list(chunks)
     if not chunks or not all(is_megatron(chunk) for chunk in chunks):
         kinds = ", ".join(type(chunk).__name__ for chunk in chunks) or "none"
-        raise InvalidInput(f"expected the chunks of a megatron-core GPTModel, got {kinds}")
-    reader = _Reader([innermost(chunk) for chunk in chunks], vocab_size, names)
+        raise InvalidInput(f"expected the chunks of a megatron-core GPTModel or MambaModel, got {kinds}")
+    reader = _Reader(chunks, vocab_size, names)
     try:
         for chunk in chunks:
             reader.chunk(chunk)
@@ -153,7 +171,7 @@ def facts_of(
     Raises:
         UnsupportedAdapter, AlreadyMerged: as `read`, which says where.
     """
-    models: list[Any] = [innermost(chunk) for chunk in chunks]
+    models: list[Any] = [text_of(chunk) for chunk in chunks]
     facts: list[Any] = [groups_of(models[0])[0]]
     facts += [(model.share_embeddings_and_output_weights, model.vocab_size) for model in models]
     configs: dict[int, tuple[int, Any]] = {}
@@ -214,23 +232,43 @@ class _Weight(NamedTuple):
     expert: int | None
     grid: tuple[int, int]
     config: Any
+    own: str
+    """Its name where the layer norm is a module of its own, as some mappings have it."""
+    centered: bool | None = None
+    """Of a layer norm: whether it is held less one; None where its module does not say."""
+
+
+def _check_norms(config: Any, names: Names | None) -> None:
+    """Check that norms mean what the checkpoint's do: Megatron may hold their weights less one, as Qwen3-Next does."""
+    centered = bool(getattr(config, "layernorm_zero_centered_gamma", False))
+    known = getattr(config, "experimental_attention_variant", None) == "gated_delta_net"
+    if centered and not known and not getattr(names, "zero_centered", False):
+        raise InvalidInput(
+            "layernorm_zero_centered_gamma: whether the checkpoint holds its norms less one, too, is not known here; "
+            "pass names=bridge_names(...) of a Megatron-Bridge that converts this model"
+        )
+    if known and names is None and not centered:
+        raise InvalidInput("layernorm_zero_centered_gamma=False: the checkpoints of Qwen3-Next hold norms less one")
 
 
 class _Reader:
-    def __init__(self, models: Sequence[Any], vocab_size: int | None, names: Names | None) -> None:
-        self._models, config = models, models[0].config
-        for attribute in ("layernorm_zero_centered_gamma", "multi_latent_attention"):
-            if getattr(config, attribute, False):
-                raise InvalidInput(f"{attribute}: the HF tensors of such models are no views of Megatron's")
-        self._names = names or names_of(config)
-        self._vocabulary = vocab_size or getattr(config, "vocab_size", None) or models[0].vocab_size
-        self._groups, _ = groups_of(models[0])
+    def __init__(self, chunks: Sequence[nn.Module], vocab_size: int | None, names: Names | None) -> None:
+        self._models: list[Any] = [text_of(chunk) for chunk in chunks]
+        outer, config = innermost(chunks[0]), self._models[0].config
+        around = outer is not self._models[0]
+        self._prefix = _LANGUAGE if around else ""
+        kind = "MambaModel" if is_mamba(self._models[0]) else "GPTModel"
+        self._names = names or names_of(config, kind, lineage(type(outer)) if around else ())
+        _check_norms(config, names)
+        self._vocabulary = vocab_size or getattr(config, "vocab_size", None) or self._models[0].vocab_size
+        self._groups, _ = groups_of(self._models[0])
         self._check_stages(config)
         self._shards: dict[str, Shard] = {}
         self._parameters: dict[str, Tensor] = {}
         self._deltas: dict[str, list[Factors]] = {}
         self._layers: list[int] = []
         self._halves: dict[tuple[Any, ...], Shard] = {}
+        self._within: set[str] = set()
         self._rows: dict[str, tuple[HF, dict[str, list[Block]]]] = {}
         self._adapters: list[nn.Module] = []
 
@@ -241,7 +279,8 @@ class _Reader:
         return MegatronModel(tensors, deltas, adapters, self._parameters, self._tied(), self._groups, layers, count)
 
     def _tied(self) -> tuple[str, str] | None:
-        embedding, head = (self._names(f"{name}.weight") for name in ("embedding.word_embeddings", "output_layer"))
+        at = (f"{self._prefix}{name}.weight" for name in ("embedding.word_embeddings", "output_layer"))
+        embedding, head = map(self._names, at)
         shared = self._models[0].share_embeddings_and_output_weights
         return (embedding, head) if shared and isinstance(embedding, str) and isinstance(head, str) else None
 
@@ -254,20 +293,25 @@ class _Reader:
             )
 
     def chunk(self, chunk: nn.Module) -> None:
-        model: Any = innermost(chunk)
+        model: Any = text_of(chunk)
         adapters: dict[str, list[tuple[Layer, Style]]] = {}
-        layer_at, layer_name = "", ""
+        layer_at, layer_name, inside = "", "", "."  # no path begins with a dot
         for path, module in walk(chunk):
+            if path.startswith(inside):  # modules of an adapter
+                continue
             style = style_of(path, module)
             if style is not None:
                 adapters.setdefault(path, []).append((module, style))
                 self._adapters.append(module)
             if wrapped(module) is not None:
                 continue
-            if _TRANSFORMER_LAYER in lineage(type(module)):
+            if style is not None:
+                inside = path + "."
+            if is_layer(module) and path.startswith(self._prefix + "decoder."):
                 number = int(module.layer_number) - 1  # type: ignore[arg-type]
                 self._layers.append(number)
                 layer_at, layer_name = path + ".", f"{path.rpartition('.')[0]}.{number}."
+            check_known(path, module, model.config)
             if not module._parameters and not module._buffers and path not in adapters:
                 continue
             name = layer_name + path[len(layer_at) :] if layer_at and path.startswith(layer_at) else path
@@ -279,8 +323,11 @@ class _Reader:
 
     def _weights(self, path: str, module: nn.Module, model: Any) -> Iterator[_Weight]:
         """Yield the parameters and persistent buffers of a module under the names of `Names`, experts one by one."""
-        tied = model.share_embeddings_and_output_weights and path == "output_layer"
+        tied = model.share_embeddings_and_output_weights and path == self._prefix + "output_layer"
         config, cut = module.__dict__.get("config", model.config), cut_of(module)
+        if not hasattr(config, "num_attention_heads") or not path.startswith(self._prefix):
+            config = model.config  # a tower of transformers', with a configuration of its own
+        self._within.update(f"{path}.{child}" for child in cut_within(module))
         experts = ".experts." in path + "." and ".shared_experts" not in path
         grid = self._groups.expert_tp if experts else self._groups.tp
         if _GROUPED_MLP in lineage(type(module)):
@@ -295,12 +342,14 @@ class _Reader:
                 raise InvalidInput(f"{path}.{key}: expected a plain tensor, got a {type(data).__name__}")
             name, expert = self._canonical(f"{path}.{key}", config)
             along = cut if key.startswith("weight") or (cut == 0 and key.startswith("bias")) else None
+            along = 0 if f"{path}.{key}" in self._within or path in self._within else along
             if along is None and grid[1] > 1 and getattr(tensor, "tensor_model_parallel", False):
                 raise InvalidInput(
                     f"{path}.{key}: a tensor-parallel parameter of class {lineage(type(module))[0]}, and it is not "
                     "known how that cuts its weight; known are the linears and embeddings of megatron-core"
                 )
-            yield _Weight(name, tensor, data, along, expert, grid, config)
+            centered = getattr(module, "zero_centered_gamma", None) if "norm" in f"{path}.{key}" else None
+            yield _Weight(name, tensor, data, along, expert, grid, config, f"{path}.{key}", centered)
 
     def _grouped(self, path: str, module: Any, config: Any) -> Iterator[_Weight]:
         """Read GroupedMLP, which holds the experts' weights transposed: `[E, hidden, ffn]` and `[E, ffn, hidden]`."""
@@ -311,7 +360,7 @@ class _Reader:
         ):
             for e, matrix in enumerate(weight.detach().view(shape).unbind(0)):
                 name, _ = self._canonical(f"{path}.{linear}.weight{e}", config)
-                yield _Weight(name, weight, matrix.t(), cut, e, grid, config)
+                yield _Weight(name, weight, matrix.t(), cut, e, grid, config, name)
 
     def _canonical(self, name: str, config: Any) -> tuple[str, int | None]:
         """Return the name that `Names` takes, and the number of the local expert."""
@@ -342,14 +391,29 @@ class _Reader:
 
     def _hf(self, weight: _Weight) -> tuple[HF, dict[str, list[Block]]]:
         """Return where the rows of a parameter over all ranks belong."""
+        if weight.name.startswith(self._prefix + "mtp."):
+            raise InvalidInput(
+                f"{weight.name}: layers of multi-token prediction are not exported, and an engine's draft would be "
+                "stale; train with mtp_num_layers=None"
+            )
         hf = self._names(weight.name)
+        hf = self._names(weight.own) if hf is None else hf
         if hf is None:
             raise InvalidInput(
                 f"{weight.name}: a parameter without a HF name here; pass names= for architectures of your own"
             )
+        if weight.centered is not None and weight.centered != bool(
+            getattr(self._models[0].config, "layernorm_zero_centered_gamma", False)
+        ):
+            if weight.centered or not isinstance(hf, str) or not hf.endswith(ONE_LESS):
+                raise InvalidInput(
+                    f"{weight.name}: its zero_centered_gamma={weight.centered} is not the configuration's "
+                    "layernorm_zero_centered_gamma; which of them the checkpoint has is not known here"
+                )
+            hf = hf.removesuffix(ONE_LESS)
         ranks = weight.grid[1] if weight.cut == 0 else 1
         blocks = row_blocks(weight.name, hf, weight.tensor.shape[0] * ranks, ranks, weight.config)
-        if weight.name in _VOCABULARY:
+        if weight.name.removeprefix(self._prefix) in _VOCABULARY:
             ((_, _, rows),) = blocks[""]
             if rows < self._vocabulary:
                 raise InvalidInput(f"{weight.name}: {rows} rows, fewer than the vocabulary of {self._vocabulary}")
@@ -362,27 +426,26 @@ class _Reader:
         for key, name in {"": hf}.items() if isinstance(hf, str) else hf.items():
             if name in self._shards:
                 raise InvalidInput(f"{weight.name}: {name} was found twice")
-            self._shards[name] = _place(weight.tensor, weight.cut, weight.grid, blocks[key])
+            self._shards[name] = place(weight.tensor, weight.cut, weight.grid, blocks[key])
             self._parameters[name] = weight.parameter
 
     def _check_columns(self, weight: _Weight) -> None:
-        """Check the hidden size, on the side that is not cut, and the heads that the output projection takes."""
-        if weight.tensor.dim() != 2 or weight.cut is None:
+        """Check the side of a linear that is not cut, and the columns of one that is cut along them."""
+        if weight.tensor.dim() != 2 or weight.cut is None or weight.name in self._within:
             return
-        config, shape = weight.config, tuple(weight.tensor.shape)
-        if shape[1 - weight.cut] != config.hidden_size:
-            raise InvalidInput(f"{weight.name}: shape {shape} does not fit hidden_size={config.hidden_size}")
-        columns = shape[1] * (weight.grid[1] if weight.cut == 1 else 1)
-        if ".linear_proj." in weight.name and columns != config.num_attention_heads * config.kv_channels:
-            raise InvalidInput(
-                f"{weight.name}: {columns} columns over {weight.grid[1]} ranks do not fit num_attention_heads="
-                f"{config.num_attention_heads} and kv_channels={config.kv_channels}"
-            )
+        shape, (_, ranks) = tuple(weight.tensor.shape), weight.grid
+        if weight.cut == 1 and shape[0] != weight.config.hidden_size:
+            raise InvalidInput(f"{weight.name}: shape {shape} does not fit hidden_size={weight.config.hidden_size}")
+        said, wanted = columns_of(weight.name, weight.config)
+        if weight.cut == 0 and shape[1] != wanted:
+            raise InvalidInput(f"{weight.name}: shape {shape} does not fit {said}")
+        if ".linear_proj." in weight.name and shape[1] * ranks != wanted:
+            raise InvalidInput(f"{weight.name}: {shape[1] * ranks} columns over {ranks} ranks do not fit {said}")
 
     # ---- adapters ----------------------------------------------------------------------------------------------------
 
     def _adapt(self, name: str, module: nn.Module, weights: Sequence[_Weight], pairs: Sequence[Pair]) -> None:
-        if pairs and name == "output_layer" and not weights:
+        if pairs and name == self._prefix + "output_layer" and not weights:
             raise UnsupportedAdapter(
                 f"{name}: its weight is the embedding's (share_embeddings_and_output_weights): an adapter on it alone "
                 "cannot be merged into both; untie them"
@@ -404,6 +467,11 @@ class _Reader:
             raise UnsupportedAdapter(
                 f"{name}: apart adapters for q, k and v with {groups} query groups over {ranks} ranks: their forward "
                 "interleaves whole groups, which no rank has"
+            )
+        if pair.part == "q" and getattr(weight.config, "attention_output_gate", False):
+            raise UnsupportedAdapter(
+                f"{name}: an adapter on q alone with attention_output_gate, whose gates lie between its heads in the "
+                "checkpoint; train LoRA on linear_qkv"
             )
         hf, blocks = self._rows[weight.name]
         shared = self._half(pair.lora_A, weight.grid)
@@ -433,28 +501,5 @@ class _Reader:
         memo = (tensor.data_ptr(), tensor.shape, key, half.cut)
         if memo not in self._halves:
             rows = tensor.shape[0] * (grid[1] if half.cut == 0 else 1)
-            self._halves[memo] = _place(tensor, half.cut, grid, blocks or [(0, 0, rows)])
+            self._halves[memo] = place(tensor, half.cut, grid, blocks or [(0, 0, rows)])
         return self._halves[memo]
-
-
-def _place(tensor: Tensor, cut: int | None, grid: tuple[int, int], blocks: Sequence[Block]) -> Shard:
-    """Return this rank's part of one checkpoint tensor, out of a parameter of which it is these rows over all ranks.
-
-    Args:
-        tensor: `[rows]` or `[rows, columns]`, cut evenly over the ranks of a group along dimension `cut`.
-        grid: `(rank, size)` in that group.
-    """
-    (rank, size), (count, *columns) = grid, tensor.shape
-    begin = rank * count if cut == 0 else 0
-    first, shape = [0] * len(columns), list(columns)
-    if cut == 1:
-        first, shape = [rank * n for n in columns], [n * size for n in columns]
-    pieces, rows = [], 0
-    for at, start, length in blocks:
-        lower, upper = max(at, begin), min(at + length, begin + count)
-        rows += length
-        if lower < upper and all(columns):
-            view = tensor if upper - lower == count else tensor[lower - begin : upper - begin]
-            pieces.append(Piece((start + lower - at, *first), view))
-    whole = len(pieces) == 1 and pieces[0].tensor.shape[0] == rows and (cut != 1 or size == 1)
-    return Shard((rows, *shape), tensor.dtype, tensor.device, tuple(pieces), whole)
