@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from types import ModuleType
@@ -13,6 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from verl.plugin.platform import PlatformBase, PlatformRegistry
+
+_info = logging.Logger.info
+
+
+def info(self: logging.Logger, message: object, *args: object, flush: bool = False, **options: Any) -> None:
+    """verl 0.9.1 logs with `flush=True`, which `print` takes, in trainer_separate_async.py (`hybrid_engine=False`)."""
+    _info(self, message, *args, **options)
+
+
+logging.Logger.info = info  # type: ignore[assignment]
 
 NOTHING = ("empty_cache", "synchronize", "ipc_collect", "reset_peak_memory_stats", "set_device")
 NOUGHT = ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved")
