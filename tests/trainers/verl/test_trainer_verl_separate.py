@@ -4,6 +4,7 @@ registry of checkpoint engines."""
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
 import subprocess
 import sys
@@ -63,6 +64,14 @@ def test_a_push_that_fails_is_heard_by_those_who_wait() -> None:
             engine.finalize()
 
 
+def paused_by_verl() -> bool:
+    """Whether verl 0.9.1 can abort the requests of this vLLM's engine, which begins each of its syncs."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return "wait_for_inflight_requests" in inspect.signature(AsyncLLM.pause_generation).parameters
+
+
+@pytest.mark.skipif(not paused_by_verl(), reason="verl 0.9.1 pauses vLLM with an argument that vLLM 0.32 lacks")
 def test_separate_rollouts_are_pushed_into(place: Path, entry_points: Path) -> None:  # noqa: F811
     """Two ranks train, two servers of their own roll out: every tensor in them is compared after each sync."""
     settings = {
