@@ -35,9 +35,9 @@ from ..shards import Box, cut, overlap
 from ..shards.exchange import Exchange
 from ..shards.owners import divide
 from ..shards.ranks import noted
-from .buckets import Meta, Slot, Table, digest_of, extent, lay_out, lay_out_parts
+from .buckets import Meta, Slot, Table, digest_of, extent, lay_out, lay_out_in_order, lay_out_parts
 from .direct_targets import DirectTargets
-from .double_buffer import DoubleBuffer
+from .double_buffer import DoubleBuffer, Reads
 from .source import Entry, LazyParts, Source
 from .unwritten import Unwritten, layers_of, unwritten
 
@@ -53,7 +53,8 @@ class BucketWriter:
         key: see `MergedWeights._read`.
         bucket_bytes: see `MergedWeights`.
         lines: the stream in words.
-        whole: tensors are not cut, whatever their size; for a model that this process holds alone.
+        whole: tensors become whole in the order of the entries; where this process holds the model alone, they are not
+            cut, whatever their size.
         unshard: entries whose parts are gathered, merged whole, and cut.
 
     Attributes:
@@ -81,11 +82,7 @@ class BucketWriter:
         self._order, self._layers = tuple(source.parts), layers_of(source)
         self._narrow = frozenset(entry.meta.name for entry in entries if _narrow(entry, source.parts))
         self._wholly = {name for name, entry in self.entries.items() if entry.window is None or unshard}
-        if whole:
-            self.table: Table = lay_out([entry.meta for entry in entries], bucket_bytes)
-            self._sizes: tuple[tuple[int, ...], ...] = tuple((extent(slots),) for slots in self.table)
-        else:
-            self.table, self._sizes = lay_out_parts(self._boxes(source), bucket_bytes)
+        self.table, self._sizes = self._lay_out(source, bucket_bytes, whole)
         self.capacity = max(map(sum, self._sizes), default=0)
         """Bytes of a buffer that any bucket fits into."""
         self._wholly_in = [dict.fromkeys(s.name for s in slots if s.name in self._wholly) for slots in self.table]
@@ -118,6 +115,14 @@ class BucketWriter:
         parts = LazyParts(lambda: {name: source.parts.get(name) or elsewhere[name] for name in order})
         self.source = adopted = replace(source, parts=parts)
         return adopted
+
+    def _lay_out(self, source: Source, bucket_bytes: int, whole: bool) -> tuple[Table, tuple[tuple[int, ...], ...]]:
+        """Return the table, and the bytes of each rank's part in each bucket."""
+        if whole and self.ranks.alone:
+            table = lay_out([entry.meta for entry in self.entries.values()], bucket_bytes)
+            return table, tuple((extent(slots),) for slots in table)
+        boxes = self._boxes(source)
+        return lay_out_in_order(boxes, self.entries, bucket_bytes) if whole else lay_out_parts(boxes, bucket_bytes)
 
     def _boxes(self, source: Source) -> list[list[tuple[Meta, Box]]]:
         """Return what each rank sends: of every tensor, the boxes that it owns."""
@@ -203,7 +208,7 @@ class BucketWriter:
             buffers, self._idle = self._idle, []
         if not buffers:
             with self.ranks.vote("two buckets"):
-                buffers = [_room(self.capacity, self.device) for _ in range(2)]
+                buffers = [room(self.capacity, self.device) for _ in range(2)]
         with self.passing(source):
             try:
                 yield buffers
@@ -258,14 +263,15 @@ class BucketWriter:
             for an error of another rank: what it had its part in is not to be used.
         """
         with closing(self.handed(buffers, run, source)) as handed:
-            for index, buffer, fill_next in handed:
+            for index, buffer, fill_next, _ in handed:
                 fill_next()
                 yield index, buffer
 
     def handed(
         self, buffers: list[Tensor], run: Mapping[str, Any], source: Source | None = None
-    ) -> Generator[tuple[int, Tensor, Callable[[], None]], None, None]:
-        """Fill like `filled`, but the consumer says when the next bucket is filled, as `DoubleBuffer.handed` says."""
+    ) -> Generator[tuple[int, Tensor, Callable[[], None], Reads], None, None]:
+        """Fill like `filled`, but the consumer says when the next bucket is filled, and on which streams it reads, as
+        `DoubleBuffer.handed` says."""
         errors: list[Exception] = []
         pass_source = source or self.source
         read = None if self.ranks.alone else Unwritten(pass_source, self._layers)
@@ -274,7 +280,7 @@ class BucketWriter:
             buffer = buffers[index % 2]
             if self._held_outside(buffer):
                 self._forget(buffer.data_ptr())
-                buffers[index % 2] = _room(buffer.numel(), buffer.device)
+                buffers[index % 2] = room(buffer.numel(), buffer.device)
 
         def fill(index: int) -> tuple[int, Tensor]:
             buffer = buffers[index % 2]
@@ -287,9 +293,9 @@ class BucketWriter:
             return index, buffer
 
         with closing(self._ahead.handed(free, fill, len(self.table))) as handed:
-            for (index, buffer), fill_next in handed:
+            for (index, buffer), fill_next, reads in handed:
                 if not errors:
-                    yield index, buffer, fill_next
+                    yield index, buffer, fill_next, reads
         with self.ranks.vote("a pass over the weights"):
             if errors:
                 raise errors[0]
@@ -325,9 +331,13 @@ class BucketWriter:
                     check_range(results, lambda: source.made(self.entries, written))
             if self._wholly_in[index]:
                 self._fill_wholly(source, index, buffer, run, errors)
-            self.ranks.all_gather_parts(buffer, self._sizes[index])()
+            self._together(index, buffer)
         if errors:
             raise errors[0]
+
+    def _together(self, index: int, buffer: Tensor) -> None:
+        """Bring the ranks' parts of a bucket together."""
+        self.ranks.all_gather_parts(buffer, self._sizes[index])()
 
     def direct_buckets(self, names: Container[str]) -> frozenset[int]:
         """Return the buckets whose tensors all have a place and are windows of what the ranks hold; see
@@ -494,5 +504,5 @@ class _BucketPlan:
 
 
 @outside_inference_mode
-def _room(nbytes: int, device: torch.device) -> Tensor:
+def room(nbytes: int, device: torch.device) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=device)

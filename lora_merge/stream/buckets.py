@@ -135,7 +135,7 @@ def lay_out_parts(
         The table, and the bytes of each rank's part in each bucket.
     """
     check_bucket_bytes(bucket_bytes)
-    room = max(bucket_bytes // len(boxes) // ALIGNMENT, 1) * ALIGNMENT
+    room = _part_bytes(bucket_bytes, len(boxes))
     parts = [_parts(own, room) for own in boxes]
     table, sizes = [], []
     for bucket in zip_longest(*parts, fillvalue=()):
@@ -149,6 +149,44 @@ def lay_out_parts(
             )
         )
     return tuple(table), tuple(sizes)
+
+
+def lay_out_in_order(
+    boxes: Sequence[Sequence[tuple[Meta, Box]]], names: Iterable[str], bucket_bytes: int
+) -> tuple[Table, tuple[tuple[int, ...], ...]]:
+    """Lay out slots like `lay_out_parts`, but so that tensors become whole in an order: all ranks go on to the next
+    bucket where the part of one of them is full. A tensor of which a rank holds more than a part has buckets of its
+    own.
+
+    Args:
+        names: of all tensors, in that order, which is the order of each rank's boxes.
+    """
+    check_bucket_bytes(bucket_bytes)
+    room = _part_bytes(bucket_bytes, len(boxes))
+    of_names: dict[str, list[list[tuple[Meta, Box]]]] = {name: [[] for _ in boxes] for name in names}
+    for rank, own in enumerate(boxes):
+        for meta, box in own:
+            of_names[meta.name][rank].append((meta, box))
+    runs: list[list[list[tuple[Meta, Box]]]] = []
+    ends = [room + 1] * len(boxes)
+    for held in of_names.values():
+        sizes = [sum(_room_of(meta, box) for meta, box in own) for own in held]
+        ends = [end + size for end, size in zip(ends, sizes, strict=True)]
+        if not runs or max(ends) > room:
+            runs.append([[] for _ in boxes])
+            ends = sizes
+        for mine, more in zip(runs[-1], held, strict=True):
+            mine += more
+    parts = [lay_out_parts(run, bucket_bytes) for run in runs]
+    return tuple(slots for table, _ in parts for slots in table), tuple(size for _, sizes in parts for size in sizes)
+
+
+def _part_bytes(bucket_bytes: int, ranks: int) -> int:
+    return max(bucket_bytes // ranks // ALIGNMENT, 1) * ALIGNMENT
+
+
+def _room_of(meta: Meta, box: Box) -> int:
+    return -(-prod(box[1]) * meta.dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
 def _parts(boxes: Sequence[tuple[Meta, Box]], room: int) -> list[tuple[Slot, ...]]:

@@ -9,8 +9,47 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 _T = TypeVar("_T")
+
+
+class Reads:
+    """The streams on which a buffer is read. What fills the buffer again waits for all of them.
+
+    A consumer may ask for the tensors of one buffer on several streams: vLLM packs what it broadcasts on two in turns.
+
+    Args:
+        event: when the buffer is filled; None on a CPU, where it is filled already.
+    """
+
+    def __init__(self, device: torch.device, event: Any) -> None:
+        self._device, self._event = device, event
+        self.streams: list[Any] = []
+        self._recorded: list[Any] = []
+
+    @classmethod
+    def begun(cls, device: torch.device) -> Reads:
+        """Return those of what was enqueued on the current stream."""
+        reads = cls(device, torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None)
+        reads()
+        return reads
+
+    def __call__(self, memory: Tensor | None = None) -> None:
+        """Make the current stream wait for the buffer, and note that it reads it.
+
+        Args:
+            memory: the buffer, where it may be freed while it is read.
+        """
+        if self._event is None:
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if stream not in self.streams:
+            stream.wait_event(self._event)
+            self.streams.append(stream)
+        if memory is not None and stream not in self._recorded:
+            memory.record_stream(stream)
+            self._recorded.append(stream)
 
 
 class DoubleBuffer:
@@ -31,25 +70,27 @@ class DoubleBuffer:
         the reads before the fills of the next run.
         """
         with closing(self.handed(free, fill, count)) as handed:
-            for made, fill_next in handed:
+            for made, fill_next, _ in handed:
                 fill_next()
                 yield made
 
     def handed(
         self, free: Callable[[int], None], fill: Callable[[int], _T], count: int
-    ) -> Generator[tuple[_T, Callable[[], None]], None, None]:
-        """Yield filled buffers like `__call__`, each with a function `fill_next` that fills the buffer after it. The
-        consumer calls it as soon as it has released the buffer before; otherwise that happens when the next one is
-        asked for. The consumer has to close this generator, as `fill_next` may raise."""
+    ) -> Generator[tuple[_T, Callable[[], None], Reads], None, None]:
+        """Yield filled buffers like `__call__`, each with a function `fill_next` that fills the buffer after it, and
+        its `Reads`. The consumer calls `fill_next` as soon as it has released the buffer before; otherwise that happens
+        when the next one is asked for. It calls the `Reads` wherever it may read on another stream than before. The
+        consumer has to close this generator, as `fill_next` may raise."""
         filled: deque[tuple[_T, Any]] = deque()
         begun = 0
+        reads: dict[int, Reads] = {}
 
         def fill_up_to(end: int) -> None:
             nonlocal begun
             while begun < min(end, count):
                 index, begun = begun, begun + 1
                 free(index)
-                self._follow()
+                self._follow(reads.pop(index - 2, None))
                 with self.filling():
                     filled.append((fill(index), self.stream and self.stream.record_event()))
 
@@ -57,18 +98,20 @@ class DoubleBuffer:
             for index in range(count):
                 fill_up_to(index + 1)
                 made, event = filled.popleft()
-                if event is not None:
-                    torch.cuda.current_stream(self._device).wait_event(event)
-                yield made, partial(fill_up_to, index + 2)
+                reads[index] = Reads(self._device, event)
+                reads[index]()
+                yield made, partial(fill_up_to, index + 2), reads[index]
         finally:
             if self.stream is not None:
                 torch.cuda.current_stream(self._device).wait_stream(self.stream)
-            self._follow()
+            self._follow(*reads.values())
 
-    def _follow(self) -> None:
-        """Make the stream of fills wait for what is enqueued on the current stream."""
+    def _follow(self, *reads: Reads | None) -> None:
+        """Make the stream of fills wait for what is enqueued on the current stream, and on those of `reads`."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self._device))
+            for stream in (stream for some in reads if some is not None for stream in some.streams):
+                self.stream.wait_stream(stream)
 
     def filling(self) -> AbstractContextManager[Any]:
         """Return the context in which fills are enqueued: their stream, and its device, as this may run in a thread of

@@ -6,7 +6,7 @@ The training weights are read and never written. One launch fills a bucket, merg
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import count
@@ -31,8 +31,11 @@ from ..shards import Shard, cut
 from ..shards.exchange import check_strategy
 from ..shards.ranks import noted
 from .bucket_writer import BucketWriter
-from .buckets import BUCKET_BYTES, Bucket, Meta, Table, check_bucket_bytes, extent, lay_out, metas
+from .buckets import BUCKET_BYTES, Bucket, Meta, Slot, check_bucket_bytes, extent, lay_out
+from .by_layer import by_layer
 from .description import describe
+from .double_buffer import Reads
+from .held import HeldWriter, settle
 from .source import Entry, LazyParts, Source
 from .window import window_of
 
@@ -45,19 +48,20 @@ class MergedWeights:
 
     It yields every parameter and persistent buffer under its HF checkpoint name and in the checkpoint's layout,
     adapters merged, each element rounded once: `round(W + scaling * lora_B @ lora_A)`. It can be iterated again and
-    again; plans are kept from pass to pass. Models without adapters stream their weights as they are. vLLM's trainer
-    engines take it as their `WeightSource`.
+    again; plans are kept from pass to pass. Models without adapters stream their weights as they are. vLLM's own
+    trainer engines take it as their `WeightSource`, the sharded one too (`iter_groups`).
 
     A tensor that was yielded stays valid as long as somebody holds it. A buffer whose tensors are still held is not
     written again: another one takes its place. So a plain loop needs two buffers, and `dict(MergedWeights(model))`
-    needs memory for the whole model. A consumer that works on a CUDA stream of its own holds tensors until it is done.
+    needs memory for the whole model. A tensor is ready on the CUDA stream that is current when it is asked for; a
+    consumer that reads it on another one holds it until it is done.
 
     `merged` refuses the model while a pass is under way, and a pass is refused inside `merged`. To end a pass early,
     `close()` the iterator or drop it. Train, load weights and call PEFT's `merge_adapter` between passes: a bucket is
     merged when it is asked for, and a pass in which weights or adapters were written ends in an error.
 
     Sharded models (FSDP2, FSDP1, ZeRO-3, Megatron): iterate on every rank, to the end; every method is collective. Each
-    rank merges what it holds, and sees every tensor whole. Tensors come in the order in which they become whole.
+    rank merges what it holds, and sees every tensor whole. Tensors come layer by layer.
 
     Several threads may iterate at once, each over a pass of its own; over a sharded model one thread.
 
@@ -121,7 +125,7 @@ class MergedWeights:
         self._passes = count(1)
         self._opening = threading.RLock()
         """One thread at a time reads the model: under `adapter_names` that changes which adapters act."""
-        self._writers: dict[tuple[bool, bool], BucketWriter] = {}
+        self._writers: dict[tuple[type[BucketWriter], bool, bool], BucketWriter] = {}
         self._known: tuple[Any, torch.device, Conversion] | None = None
         """The key of the last reading, and what is kept of it."""
 
@@ -150,9 +154,56 @@ class MergedWeights:
         """
         writer, source = self._open(whole=True)
         with writer.passing(source):
-            if writer.ranks.alone:
-                return [entry.meta for entry in writer.entries.values()]
-            return [Meta(slot.name, slot.dtype, slot.whole) for slots in _completed(writer.table) for slot in slots]
+            return [entry.meta for entry in writer.entries.values()]
+
+    def held_names(self) -> list[str] | None:
+        """Return the names of the tensors that `iter_groups` yields on this rank; None for all, where one process
+        holds the model. Collective.
+
+        Each tensor of a sharded model is brought to one rank, which owns much of it: those of a pipeline stage, or an
+        expert, stay where they are; shards of FSDP and tensor parallelism are spread over the ranks.
+
+        Raises:
+            LoraMergeError: as iteration.
+        """
+        writer, source = self._open(held=True)
+        with writer.passing(source):
+            return writer.holds if isinstance(writer, HeldWriter) else None
+
+    def groups(self) -> list[list[str]]:
+        """Return the names of the tensors by layer, all of each layer of which this rank holds something. Collective.
+
+        Raises:
+            LoraMergeError: as iteration.
+        """
+        names, held = [meta.name for meta in self.metadata()], self.held_names()
+        return [layer for layer in by_layer(names) if held is None or not set(held).isdisjoint(layer)]
+
+    def iter_groups(self) -> Iterator[tuple[list[str], list[Tensor | None]]]:
+        """Yield names and tensors layer by layer, as `groups` has them: this rank's own (`held_names`), and None for
+        the rest. Collective: each rank goes on to its last layer, which is the same on all.
+
+            source = lora_merge.MergedWeights(model)  # vLLM's sharded transfer pulls from the rank that holds a tensor
+            WeightTransferTrainerFactory.trainer_init(ShardedRDTTrainerInitInfo(...), client=client, source=source)
+
+        A rank receives its own share of the merged weights, instead of all of them. An error of one rank is raised on
+        all of them before a layer is handed on.
+
+        Raises:
+            LoraMergeError: as iteration.
+        """
+        (writer, source), run = self._open(held=True), self._run(None)
+        if isinstance(writer, HeldWriter):
+            yield from writer.groups(run, source)
+            return
+        layers = by_layer(writer.entries)
+        with closing(self._iterate(writer, source, run)) as tensors:
+            for index, layer in enumerate(layers):
+                values: list[Tensor | None] = [next(tensors)[1] for _ in layer]
+                if index + 1 == len(layers):
+                    next(tensors, None)  # which says whether weights were written meanwhile
+                settle(writer.device)
+                yield layer, values
 
     def __len__(self) -> int:
         """Return how many tensors iteration yields: the total of a progress bar. Collective, as iteration is."""
@@ -166,15 +217,19 @@ class MergedWeights:
         """Return the stream as it is now: laid out, with plans that are kept as long as the model's tensors stay.
 
         Args:
-            whole: no tensor is cut, where the model is not sharded.
+            whole: as tensors are yielded: none is cut, or the ranks of a sharded model send them one after another.
         """
         return self._open(whole=whole)[0]
 
     @outside_inference_mode
-    def _open(self, *, whole: bool = False) -> tuple[BucketWriter, Source]:
-        """Return `bucket_writer`, and what it was read from, for one pass."""
+    def _open(self, *, whole: bool = False, held: bool = False) -> tuple[BucketWriter, Source]:
+        """Return `bucket_writer`, and what it was read from, for one pass.
+
+        Args:
+            held: a `HeldWriter` of a model that several ranks hold, and for one that is here alone `whole`.
+        """
         with self._opening:
-            return self._read_writer(whole)
+            return self._read_writer(whole, held)
 
     def _live(self, as_it_lies: bool) -> Live:
         """Return the model as it is now."""
@@ -193,11 +248,13 @@ class MergedWeights:
             )
         return live(self.model, as_it_lies=as_it_lies and self.strategy is None)
 
-    def _read_writer(self, whole: bool) -> tuple[BucketWriter, Source]:
+    def _read_writer(self, whole: bool, held: bool) -> tuple[BucketWriter, Source]:
         with chosen(self.model, self.adapter_names):
             model = self._live(self.as_it_lies)  # which looks at it already
-        whole, as_it_lies = whole and model.ranks.alone, model.reader is not None
-        known = self._writers.get((whole, as_it_lies))
+        kind = HeldWriter if held and not model.ranks.alone else BucketWriter
+        whole = whole or held
+        form = kind, whole, model.reader is not None
+        known = self._writers.get(form)
         with model.ranks.vote("MergedWeights") as ballot:
             source, key = self._read(model)
             ballot.flag = known is None or known.key != key
@@ -210,8 +267,8 @@ class MergedWeights:
             model.ranks.same(lines, lambda: lines)
             unshard = self.strategy is not None
             with model.ranks.vote("MergedWeights"):
-                known = BucketWriter(source, entries, key, self.bucket_bytes, lines, whole=whole, unshard=unshard)
-            self._writers[whole, as_it_lies] = known
+                known = kind(source, entries, key, self.bucket_bytes, lines, whole=whole, unshard=unshard)
+            self._writers[form] = known
         assert known is not None
         return known, known.adopt(source)
 
@@ -238,23 +295,33 @@ class MergedWeights:
         with writer.buffers(source) as buffers:
             filled = writer.filled(buffers, run, source)
             if not writer.ranks.alone:
-                yield from _assembled(writer.table, filled)
+                yield from _assembled(writer, filled)
                 return
             for index, data in filled:
                 yield Bucket(index, writer.table[index], data[: extent(writer.table[index])])
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         (writer, source), run = self._open(whole=True), self._run(None)
+        yield from self._iterate(writer, source, run)
+
+    def _iterate(
+        self, writer: BucketWriter, source: Source, run: Mapping[str, Any]
+    ) -> Generator[tuple[str, Tensor], None, None]:
+        """Yield the tensors of a pass, which may be read on the stream that is current when they are asked for."""
         with writer.buffers(source) as buffers:
             if not writer.ranks.alone:
-                for bucket in _assembled(writer.table, writer.filled(buffers, run, source)):
-                    yield from bucket.tensors()
+                for bucket in _assembled(writer, writer.filled(buffers, run, source)):
+                    reads = Reads.begun(writer.device)
+                    for name, tensor in bucket.tensors():
+                        reads(bucket.data)
+                        yield name, tensor
                 return
             with closing(writer.handed(buffers, run, source)) as handed:
-                for index, buffer, fill_next in handed:
+                for index, buffer, fill_next, reads in handed:
                     data = writer.lend(buffer)
                     del buffer
                     for slot in writer.table[index]:
+                        reads(buffers[index % 2])
                         yield slot.name, slot.view(data)
                         fill_next()  # only now: who loops over this held a tensor of the other buffer until it got one
                     del data
@@ -339,7 +406,7 @@ class MergedWeights:
 
     def _entries(self, parts: Mapping[str, Part], conversion: Conversion) -> list[Entry]:
         shapes = {name: _meta(part.shard) for name, part in parts.items()}
-        entries = []
+        entries = {}
         outputs = conversion.outputs(shapes)
         named = {(made.sources, made.view): made.name for made in outputs}
         for made in outputs:
@@ -352,8 +419,8 @@ class MergedWeights:
             meta, like = Meta(made.name, dtype, tuple(made.shape)), shapes[first.name]
             window = None if made.view is None else window_of(made.view, like.shape, like.stride())
             tied = named.get(((first.tied,), made.view), "") if len(made.sources) == 1 else ""
-            entries.append(Entry(meta, made.sources, window, tied))
-        return entries
+            entries[made.name] = Entry(meta, made.sources, window, tied)
+        return [entries[name] for layer in by_layer(entries) for name in layer]
 
 
 def _meta(shard: Shard) -> Tensor:
@@ -371,18 +438,21 @@ def _line(entry: Entry, parts: Mapping[str, Part]) -> str:
     return f"{meta.name} {meta.dtype} {list(meta.shape)} from {', '.join(entry.sources)} {entry.window} {deltas}"
 
 
-def _completed(table: Table) -> list[tuple[Any, ...]]:
-    """Return for each bucket the whole tensors that it completes, laid out in a buffer of their own."""
-    last = {slot.name: index for index, slots in enumerate(table) for slot in slots}
-    groups: list[list[Meta]] = [[] for _ in table]
-    for meta in metas(table).values():
-        groups[last[meta.name]].append(meta)
+def _completed(writer: BucketWriter) -> list[tuple[Slot, ...]]:
+    """Return for each bucket the whole tensors that it completes, in the stream's order, laid out in a buffer of their
+    own."""
+    last = {slot.name: index for index, slots in enumerate(writer.table) for slot in slots}
+    groups: list[list[Meta]] = [[] for _ in writer.table]
+    at = 0
+    for name, entry in writer.entries.items():
+        at = last.get(name, at)  # what has no elements is in no bucket
+        groups[at].append(entry.meta)
     return [lay_out(group, 1 << 62)[0] if group else () for group in groups]
 
 
-def _assembled(table: Table, filled: Iterator[tuple[int, Tensor]]) -> Iterator[Bucket]:
+def _assembled(writer: BucketWriter, filled: Iterator[tuple[int, Tensor]]) -> Iterator[Bucket]:
     """Yield buckets of whole tensors out of buckets of boxes."""
-    groups = _completed(table)
+    groups, table = _completed(writer), writer.table
     where = {slot.name: (index, slot) for index, slots in enumerate(groups) for slot in slots}
     begun: dict[int, Tensor] = {}
     errors: list[Exception] = []

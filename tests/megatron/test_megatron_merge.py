@@ -20,6 +20,7 @@ pytest.importorskip("megatron.core", reason="the megatron tests run in an enviro
 import megatron_models as mm
 import torch
 import torch.distributed as dist
+from held import assert_held
 from helpers import assert_same_bits
 from megatron_models import Grid
 from megatron_peft import exported, with_peft
@@ -34,6 +35,8 @@ from lora_merge.models.megatron.live import _replica
 from lora_merge.models.megatron.read import Chunks, read
 from lora_merge.names import innermost
 from lora_merge.shards.ranks import Ranks
+from lora_merge.stream.buckets import extent
+from lora_merge.stream.held import HeldWriter
 from tests.megatron.test_megatron_read import TOKENS, Case, assemble, boxes
 
 BF16 = {"dtype": torch.bfloat16}
@@ -67,6 +70,7 @@ def work(case: Case, bucket_bytes: int) -> dict[str, Any]:
     writer = stream.bucket_writer()
     answer["sends"] = sum(slot.nbytes for index in range(len(writer.table)) for slot in writer.mine(index))
     answer["ranks"] = writer.ranks.size
+    assert_held(stream, answer["stream"], writer.ranks, str(case))
     for p, was in zip(parameters, before, strict=True):
         assert_same_bits(p.detach(), was, "a shard after everything")
     found = read(chunks, vocab_size=101)
@@ -157,6 +161,22 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_merged_in_place_and_streamed(case: Case) -> None:
     check(case)
+
+
+def moved(case: Case) -> dict[str, int]:
+    """Bytes that a rank gets from others as it takes its own layers, by layer."""
+    chunks = mm.megatron(case.kind, mm.hf_model(case.kind, **case.hf), case.grid)
+    writer = MergedWeights(Chunks(chunks, vocab_size=101))._open(held=True)[0]
+    assert isinstance(writer, HeldWriter)
+    comes = [[extent(slots) for slots in rows] for rows in writer._comes]
+    return {layer[0]: sum(n) - n[writer.ranks.rank] for layer, n in zip(writer.layers, comes, strict=True) if sum(n)}
+
+
+@pytest.mark.parametrize("grid", [Grid(pp=2), Grid(ep=2)], ids=str)
+def test_what_a_rank_has_whole_stays_there(grid: Grid) -> None:
+    """Stages of a pipeline, and experts; the norm behind the last layer goes to all."""
+    for got in POOL.run(2, moved, Case("qwen3_moe", grid, 2)):
+        assert {name: nbytes for name, nbytes in got.items() if nbytes and "layers" in name} == {}
 
 
 def slots(case: Case) -> dict[str, int]:

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import assert_same_bits
+from peft import LoraConfig, get_peft_model
 from processes import spawn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -266,16 +267,25 @@ def to_the_end_of(model: nn.Module, **options: Any) -> None:
         pass
 
 
+def to_the_end_of_layers(model: nn.Module, **options: Any) -> None:
+    """Nothing of a layer in which a rank failed is handed on, anywhere."""
+    for _ in MergedWeights(model, **options).iter_groups():
+        raise AssertionError("the layer in which a rank failed")
+
+
 def written_on_one_rank(rank: int) -> None:
     """In the middle of a pass, as an optimizer's step in another thread may do it; the others hear of it."""
-    model = fully_shard(odd())
-    stream = iter(MergedWeights(model, bucket_bytes=512))
-    next(stream)
-    if rank == 1:
-        with torch.no_grad():
-            next(p for name, p in model.named_parameters() if "lora_B" in name).mul_(2)
-    with pytest.raises(InvalidInput, match="while the model was streamed" if rank == 1 else ""):
-        list(stream)
+    config = LoraConfig(r=3, target_modules=["wide", "narrow", "tiny"], init_lora_weights=False)
+    torch.manual_seed(0)
+    model = fully_shard(get_peft_model(nn.ModuleDict({"layers": nn.ModuleList([Odd(), Odd()])}), config))
+    for begin in (lambda: iter(MergedWeights(model, bucket_bytes=512)), lambda: MergedWeights(model).iter_groups()):
+        stream: Any = begin()
+        next(stream)
+        if rank == 1:
+            with torch.no_grad():
+                next(p for name, p in model.named_parameters() if "lora_B" in name).mul_(2)
+        with pytest.raises(InvalidInput, match="while the model was streamed" if rank == 1 else ""):
+            next(stream), list(stream)
     dict(MergedWeights(model))
 
 
@@ -296,6 +306,10 @@ FAULTS: list[tuple[str, Callable[..., None], dict[str, Any]]] = [
     ("lora_merge.shards.exchange._Turn.lie_in", to_the_end_of, {"strategy": "unshard"}),
     ("lora_merge.stream.bucket_writer.BucketWriter._merged", to_the_end_of, {"strategy": "unshard"}),
     ("lora_merge.models.operands._Beside.run", to_the_end_of, {}),
+    ("lora_merge.stream.bucket_writer.BucketWriter._make_plan", to_the_end_of_layers, {}),
+    ("lora_merge.stream.held.HeldWriter._unpack", to_the_end_of_layers, {}),
+    ("lora_merge.models.operands._Beside.run", to_the_end_of_layers, {}),
+    ("lora_merge.stream.bucket_writer.BucketWriter._merged", to_the_end_of_layers, {"strategy": "unshard"}),
 ]
 
 

@@ -9,6 +9,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
+from held import assert_held
 from helpers import assert_same_bits
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -183,6 +184,7 @@ def check(build: Callable[[], nn.Module], wrap: Wrap, what: str) -> None:
             for name, tensor in got.items():
                 assert_same_bits(tensor, streamed[name], f"{what} {strategy} {name}")
         assert weights.metadata() == [(name, t.dtype, tuple(t.shape)) for name, t in got.items()]
+        assert_held(weights, streamed, Layout(model).ranks(), f"{what} {strategy}")
         assert Layout(model).ranks().alone or "base weights" in weights.describe()
         Layout(model).reshard()
         for now, then in zip(local_bits(model), before, strict=True):

@@ -100,6 +100,75 @@ def test_fills_and_reads_wait_for_each_other(ends: str, stops: int) -> None:
     consume(ahead, 1, stops, ends)
 
 
+@pytest.mark.usefixtures("streams")
+def test_buffers_that_are_read_on_several_streams() -> None:
+    """As vLLM packs what it broadcasts: each buffer on the stream at hand, the next one begun in the middle of it."""
+    ahead, turns, read = DoubleBuffer(torch.device("cuda")), [Stream(), Stream()], set[Any]()
+
+    def fill(index: int) -> int:
+        before = Stream.current.enqueue(("fill", index))
+        old = {work for work in read if work[1] <= index - 2}
+        assert old <= before, f"{index} is filled while {old - before} may be under way"
+        return index
+
+    with contextlib.closing(ahead.handed(lambda index: None, fill, COUNT)) as handed:
+        with on(turns[0]):
+            first = next(handed)
+        for index, fill_next, reads in (first, *_each_on(handed, turns)):
+            for part, stream in enumerate(turns):
+                with on(stream):
+                    reads()
+                    before = stream.enqueue(("read", index, part))
+                    assert ("fill", index) in before, f"{index} is read on stream {part} while it may be being filled"
+                    read.add(("read", index, part))
+                    if part == 0:
+                        fill_next()
+    assert {("read", COUNT - 1, part) for part in range(2)} <= ahead.stream.before  # type: ignore[union-attr, attr-defined]
+
+
+def _each_on(handed: Iterator[Any], turns: list[Stream]) -> Iterator[Any]:
+    """What follows, asked for on one stream after another."""
+    for at in range(1, COUNT):
+        with on(turns[at % 2]):
+            yield next(handed)
+
+
+@pytest.mark.gpu
+def test_tensors_that_are_packed_on_two_streams_on_a_gpu() -> None:
+    """`packed_nccl_broadcast_producer` of vLLM: chunks are copied on two streams in turns, each waits for itself alone.
+    Copies come late, so that what does not wait for them is seen."""
+    model = models.with_lora(models.qwen2, dtype=torch.bfloat16).cuda()
+    wanted = {name: tensor.clone() for name, tensor in MergedWeights(model)}
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for bucket_bytes in (4096, 40_000, 1 << 20):
+        source, packed, turn = (
+            iter(MergedWeights(model, bucket_bytes=bucket_bytes)),
+            list[tuple[list[str], Tensor]](),
+            0,
+        )
+        while True:
+            stream = streams[turn % 2]
+            stream.synchronize()
+            with torch.cuda.stream(stream):
+                names, parts = list[str](), list[Tensor]()
+                for name, tensor in source:
+                    names.append(name)
+                    parts.append(tensor.reshape(-1).view(torch.uint8))
+                    if sum(part.numel() for part in parts) > 30_000:
+                        break
+                if not parts:
+                    break
+                torch.cuda._sleep(20_000_000)
+                packed.append((names, torch.cat(parts)))
+                del parts, tensor
+            turn += 1
+        torch.cuda.synchronize()
+        for names, data in packed:
+            sizes = [wanted[name].nbytes for name in names]
+            for name, part in zip(names, data.split(sizes), strict=True):
+                assert_same_bits(part.view(wanted[name].dtype).view(wanted[name].shape), wanted[name], name)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("ends", ["by itself", "stops", "raises"])
 def test_slow_readers_on_a_gpu(ends: str) -> None:

@@ -13,8 +13,10 @@ from ...names import named_tensors, walk
 from ...shards import quantised
 from ..compat import TrainerRefused
 from ..options import Options, switched_off
+from ..train import TrainsMerged
+from .asynchronous import Asynchronous
 from .check import check_comparable, watch
-from .release import OFF, RELEASE, generation_of
+from .release import OFF, RELEASE, asynchronous, check_asynchronous, generation_of
 from .rollout import Colocated, Rollout, Server
 
 _attached: WeakKeyDictionary[Any, ref[Rollout]] = WeakKeyDictionary()
@@ -45,8 +47,8 @@ def attach(
     environment variables in brackets.
 
     Args:
-        trainer: a GRPO, RLOO, Distillation, SDPO, GOLD, IW-OPD or SDFT trainer with `use_vllm=True`, or one that is
-            derived from these.
+        trainer: a GRPO, RLOO, Distillation, SDPO, GOLD, IW-OPD or SDFT trainer with `use_vllm=True`, an AsyncGRPO or
+            AsyncDistillation trainer, or one that is derived from these.
         mode: "merged" or "adapter" (LORA_MERGE_MODE).
         rounding: of merged weights, "nearest" or "stochastic" (LORA_MERGE_ROUNDING).
         check: how far importance ratios may lie from 1; True is 0.02, False checks none (LORA_MERGE_CHECK).
@@ -69,11 +71,17 @@ def attach(
     if switched_off():
         return None
     options = _options(mode, rounding, check, verify, train, share)
-    generation = generation_of(trainer)
+    kind: type[Rollout]
+    if asynchronous(trainer):
+        check_asynchronous(trainer)
+        generation, kind = trainer, Asynchronous
+    else:
+        generation = generation_of(trainer)
+        kind = Colocated if generation.mode == "colocate" else Server
     engine = getattr(generation, "llm", generation)
     _check_alone(trainer, engine)
     _check_model(trainer)
-    rollout = (Colocated if generation.mode == "colocate" else Server)(trainer, generation, options)
+    rollout = kind(trainer, generation, options)
     rollout.check()
     if options.check is not None:
         check_comparable(trainer, generation)
@@ -93,7 +101,7 @@ def attach(
 
 def attached(trainer: Any) -> Rollout | None:
     """Return what `attach` returned for a trainer, if it is taken over; else None."""
-    generation = getattr(trainer, "vllm_generation", None)
+    generation = trainer if asynchronous(trainer) else getattr(trainer, "vllm_generation", None)
     rollout = None if generation is None else _rollout_of(getattr(generation, "llm", generation))
     return rollout if rollout is not None and rollout.trainer is trainer else None
 

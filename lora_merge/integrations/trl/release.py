@@ -16,14 +16,39 @@ _NAMES = {
 }
 _ATTRIBUTES = ("mode", "model", "accelerator", "_dist", "_weight_metadata")
 _COLOCATED = ("llm", "enable_sleep_mode", "_llm_weights_sleeping")
-_APART = ("OnlineDPOTrainer", "AsyncGRPOTrainer", "AsyncDistillationTrainer")
-"""Trainers that roll out by vLLM with code of their own."""
+_APART = ("OnlineDPOTrainer",)
+"""Trainers that roll out by vLLM with code of their own, which is not taken over."""
+_ASYNCHRONOUS = ("AsyncGRPOTrainer", "AsyncDistillationTrainer")
+"""Trainers whose rollouts go on, in a server, while they train."""
+_USED_OF_ASYNCHRONOUS = ("_sync_weight", "_sync_weight_merged", "_lora_sync", "weight_transfer", "model_version",
+                         "rollout_worker", "vllm_client", "_metrics", "model_wrapped", "accelerator")  # fmt: skip
 SHARED = "GRPO, RLOO, Distillation, SDPO, GOLD, IW-OPD and SDFT (and what is derived from them)"
 
 
 def own_rollout(trainer: Any) -> str | None:
     """Return the class of a trainer that has code of its own for vLLM, which is not taken over; else None."""
     return next((c.__name__ for c in type(trainer).__mro__ if c.__name__ in _APART), None)
+
+
+def asynchronous(trainer: Any) -> bool:
+    """Return True if a trainer is one of TRL's asynchronous ones."""
+    return any(c.__name__ in _ASYNCHRONOUS for c in type(trainer).__mro__)
+
+
+def check_asynchronous(trainer: Any) -> None:
+    """Raise `TrainerRefused` if an asynchronous trainer lacks names that are used."""
+    lacking = [f"{type(trainer).__name__}.{name}" for name in _USED_OF_ASYNCHRONOUS if not hasattr(trainer, name)]
+    if not hasattr(trainer.args, "vllm_server_base_url"):
+        lacking.append("args.vllm_server_base_url")
+    if lacking:
+        raise _lacks(", ".join(lacking))
+
+
+def _lacks(names: str) -> TrainerRefused:
+    return TrainerRefused(
+        f"TRL {RELEASE.installed} does not offer {names}, which lora_merge uses; tested with "
+        f"{', '.join(RELEASE.tested)}. {OFF}"
+    )
 
 
 def generation_of(trainer: Any) -> Any:
@@ -52,9 +77,5 @@ def generation_of(trainer: Any) -> Any:
     lacking = [f"VLLMGeneration.{name}" for name in needed if not hasattr(generation, name)]
     lacking += [f"{kind.__name__}.{name}" for name in ("_metrics", "model_wrapped") if not hasattr(trainer, name)]
     if generation is None or lacking:
-        missing = ", ".join(lacking) if generation is not None else f"{kind.__name__}.vllm_generation"
-        raise TrainerRefused(
-            f"TRL {RELEASE.installed} does not offer {missing}, which lora_merge uses; tested with "
-            f"{', '.join(RELEASE.tested)}. {OFF}"
-        )
+        raise _lacks(", ".join(lacking) if generation is not None else f"{kind.__name__}.vllm_generation")
     return generation

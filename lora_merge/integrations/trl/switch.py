@@ -14,7 +14,7 @@ from ..options import Options
 from ..sharing import then_waiting
 from .attach import attach, attached
 from .engine import engine_options
-from .release import GENERATION, OFF, own_rollout
+from .release import GENERATION, OFF, asynchronous, own_rollout
 
 _INSTALLED = "_lora_merge_attaches"
 
@@ -49,7 +49,7 @@ def _rolls_out_by_trl(trainer: Any) -> bool:
     are left alone.)"""
     own = type(trainer).__module__.partition(".")[0] == "trl"
     # The asynchronous ones have no `use_vllm`: they know no other way.
-    by_vllm = getattr(trainer.args, "use_vllm", own_rollout(trainer) is not None)
+    by_vllm = getattr(trainer.args, "use_vllm", own_rollout(trainer) is not None or asynchronous(trainer))
     return hasattr(trainer, "vllm_generation") or (own and bool(by_vllm))
 
 
