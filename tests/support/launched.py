@@ -69,12 +69,7 @@ def colocated(
     if shares:  # for all of the process
         engines.plain_layout(pytest.MonkeyPatch())
         more = {"load_format": "auto"}
-    chosen = (
-        engines.engine_options(policy)
-        | LAUNCHED
-        | {"enable_lora": True, "max_lora_rank": 8}
-        | more
-    )
+    chosen = engines.engine_options(policy) | LAUNCHED | {"enable_lora": True, "max_lora_rank": 8} | more
     llm = LLM(str(folder / "base0"), **chosen | {"tensor_parallel_size": tp})
     kept.append(llm)
     model = wrap(models.with_lora(engines.qwen2, **build).to(device()))
