@@ -65,9 +65,11 @@ def colocated(
     engines.save_base(policy.get_base_model(), folder / f"base{rank}")
     dist.barrier()
     shares = wrap is ddp and tp == 1 and not options
+    more = options or {}
     if shares:  # for all of the process
         engines.plain_layout(pytest.MonkeyPatch())
-    chosen = engines.engine_options(policy) | LAUNCHED | {"enable_lora": True, "max_lora_rank": 8} | (options or {})
+        more = {"load_format": "auto"}
+    chosen = engines.engine_options(policy) | LAUNCHED | {"enable_lora": True, "max_lora_rank": 8} | more
     llm = LLM(str(folder / "base0"), **chosen | {"tensor_parallel_size": tp})
     kept.append(llm)
     model = wrap(models.with_lora(engines.qwen2, **build).to(device()))
