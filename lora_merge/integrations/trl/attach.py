@@ -13,7 +13,6 @@ from ...names import named_tensors, walk
 from ...shards import quantised
 from ..compat import TrainerRefused
 from ..options import Options, switched_off
-from ..train import TrainsMerged
 from .asynchronous import Asynchronous
 from .check import check_comparable, watch
 from .release import OFF, RELEASE, asynchronous, check_asynchronous, generation_of
