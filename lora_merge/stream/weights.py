@@ -116,6 +116,8 @@ class MergedWeights:
         """dtypes of single tensors, by name, before `dtype`."""
         self.left_out: frozenset[str] = frozenset()
         """Names of tensors that are not streamed, for engines that hold no such part of the model."""
+        self.stored: Mapping[str, Sequence[int]] | None = None
+        """Shapes in a checkpoint whose layout the stream is to have; see `Conversion.outputs`."""
         self.as_it_lies = True
         """Read a model that is trained on merged weights as it lies: the adapters are in its base weights, and no part
         has a delta. Else its base comes back first."""
@@ -315,7 +317,7 @@ class MergedWeights:
     def _entries(self, parts: Mapping[str, Part], conversion: Conversion) -> list[Entry]:
         shapes = {name: _meta(part.shard) for name, part in parts.items()}
         entries = []
-        outputs = conversion.outputs(shapes)
+        outputs = conversion.outputs(shapes, self.stored)
         named = {(made.sources, made.view): made.name for made in outputs}
         for made in outputs:
             if made.name in self.left_out:
