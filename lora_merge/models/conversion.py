@@ -165,8 +165,8 @@ class _Plain:
 
 
 def _conversions_of(root: Any) -> list[Any] | None:
-    """Return the conversions with which a model was loaded; of one that was not loaded, and has tensors that are turned,
-    those that transformers undoes when it saves the model."""
+    """Return the conversions with which a model was loaded; of one that was not loaded, and has tensors that are
+    turned, those that transformers undoes when it saves the model."""
     known = getattr(root, "_weight_conversions", None)
     if known is not None:
         return list(known)

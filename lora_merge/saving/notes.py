@@ -14,7 +14,6 @@ from .base import packed_notes
 from .checkpoint import Checkpoint
 from .origin import DoubtfulBase, origin_of
 
-
 _DRAFTS = re.compile(r"(?:^|\.)(?:mtp|nextn|draft|eagle|medusa)")
 """Begins components of the names of heads that draft further tokens."""
 _LAYER = re.compile(r"(.*\.layers)\.(\d+)\.")

@@ -93,6 +93,18 @@ class Checkpoint:
                 )
         return {name: found[name].to(meta.dtype) for name, meta in wanted.items()}
 
+    def everything(self) -> dict[str, Tensor]:
+        """Return all tensors by name, on the CPU, as they are stored.
+
+        Raises:
+            RuntimeError: as `read`.
+        """
+        loader = self._loader()
+        self.check_unchanged()
+        found: dict[str, Tensor] = dict(loader.get_all_weights(self._config, self._model))
+        self.check_unchanged(read_by(loader))
+        return found
+
     def check_unchanged(self, read: Sources | None = None) -> Files:
         """Return the files that the engine's weights came from.
 
