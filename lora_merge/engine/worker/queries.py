@@ -187,7 +187,7 @@ def unmap_source(worker: Worker, session: WorkerSession) -> None:
 
 @OPERATIONS.register
 def unserved_modules(worker: Worker, session: WorkerSession, modules: list[str]) -> dict[str, Any]:
-    """Return the modules that this engine cannot adapt as `unserved`, and as `advice`, in words, which setting helps."""
+    """Return the modules that this engine cannot adapt as `unserved`, and as `advice` which setting helps, in words."""
     unserved, advice = worker.unserved(modules)
     return {"unserved": unserved, "advice": advice}
 

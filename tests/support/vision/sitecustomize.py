@@ -1,6 +1,6 @@
 """torchvision beside a torch for CPUs: the wheel of an index brings operators that such a torch cannot load, and
-decorates them when it is imported. With this folder on PYTHONPATH they are declared before that, in every process, those
-too that vLLM starts. Images of PIL need none of them.
+decorates them when it is imported. With this folder on PYTHONPATH they are declared before that, in every process,
+those too that vLLM starts. Images of PIL need none of them.
 """
 
 from __future__ import annotations
