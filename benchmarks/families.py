@@ -55,7 +55,8 @@ class Architecture:
         prompt: text with one image.
         gpu: tried on a GPU: CPUs cannot run it, or do so otherwise.
         cpu: tried on a CPU.
-        unused: pattern of the layers that no answer depends on, which training leaves as they are.
+        bare: pattern of the layers that get no adapter: no answer depends on them, or transformers reads their weights
+            past PEFT's layer.
     """
 
     name: str
@@ -71,7 +72,7 @@ class Architecture:
     prompt: str = ""
     gpu: bool = False
     cpu: bool = True
-    unused: str = "talker|token2wav|code2wav"
+    bare: str = "talker|token2wav|code2wav"
 
     @property
     def title(self) -> str:
@@ -201,11 +202,13 @@ LATENT: dict[str, Any] = MLA | {
 BLOCKS: dict[str, Any] = {"layer_types": ["conv", "full_attention"], "conv_dim": 128, "block_dim": 128}
 
 
-def hybrid(name: str, config: str = "", label: str = "", *, cpu: bool = False, **sizes: Any) -> Architecture:
+def hybrid(
+    name: str, config: str = "", label: str = "", *, cpu: bool = False, bare: str = "none", **sizes: Any
+) -> Architecture:
     experts = bool({"num_experts", "n_routed_experts", "num_local_experts"} & {k for k, v in sizes.items() if v})
     return Architecture(
         name, FEW | sizes if experts else sizes, config, experts, label=label or name, kind="hybrid", gpu=True, cpu=cpu,
-        dtype="bfloat16" if "linear_num_value_heads" in sizes else "float32",
+        dtype="bfloat16" if "linear_num_value_heads" in sizes else "float32", bare=bare,
     )  # fmt: skip
 
 
@@ -216,21 +219,26 @@ HYBRIDS: tuple[Architecture, ...] = (
            rope_parameters=ROPE35),
     hybrid("OlmoHybrid", cpu=True, layer_types=["linear_attention", "full_attention"], linear_num_value_heads=4,
            linear_num_key_heads=4, linear_key_head_dim=32, linear_value_head_dim=32),
-    hybrid("NemotronH", label="Nemotron-H", **NEMOTRON, layers_block_type=["mamba", "attention", "mlp"]),
-    hybrid("NemotronH", label="Nemotron-H, MoE", **NEMOTRON, layers_block_type=["mamba", "attention", "moe"],
+    hybrid("NemotronH", label="Nemotron-H", bare="out_proj", **NEMOTRON, layers_block_type=["mamba", "attention", "mlp"]),
+    hybrid("NemotronH", label="Nemotron-H, MoE", bare="out_proj", **NEMOTRON, layers_block_type=["mamba", "attention", "moe"],
            n_routed_experts=4, moe_intermediate_size=64, moe_shared_expert_intermediate_size=64, n_shared_experts=1,
            n_group=1, topk_group=1),
     hybrid("GraniteMoeHybrid", label="Granite 4", **MAMBA2, layer_types=["mamba", "attention"], mamba_expand=2,
            num_local_experts=4, shared_intermediate_size=64),
-    hybrid("FalconH1", label="Falcon-H1", **HEAD, **MAMBA2, mamba_d_ssm=256, mamba_chunk_size=64),
+    hybrid("FalconH1", label="Falcon-H1", bare="out_proj", **HEAD, **MAMBA2, mamba_d_ssm=256, mamba_chunk_size=64),
     hybrid("Bamba", **MAMBA2, attn_layer_indices=[1], mamba_expand=2),
-    hybrid("Jamba", attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
+    hybrid("Jamba", bare="dt_proj", attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
            num_experts=4, mamba_d_state=16, mamba_d_conv=4, mamba_expand=2, mamba_dt_rank=8, use_mamba_kernels=False),
     hybrid("Lfm2", cpu=True, **BLOCKS, block_ff_dim=256, block_multiple_of=64, block_ffn_dim_multiplier=1.0,
            block_auto_adjust_ff_dim=False),
     hybrid("Lfm2Moe", label="Lfm2-MoE", cpu=True, **BLOCKS, num_experts=4, moe_intermediate_size=64,
            num_dense_layers=1),
-    hybrid("Mamba", state_size=16),
+    hybrid("Mamba", bare="out_proj|dt_proj", state_size=16),
+    hybrid("KimiLinear", label="Kimi-Linear", **{k: v for k, v in MLA.items() if "group" not in k}, num_local_experts=4,
+           n_shared_experts=1, linear_num_heads=4, linear_head_dim=128, moe_layer_freq=1,
+           layer_types=["linear_attention", "full_attention"], mla_use_nope=True, linear_attn_config={
+               "kda_layers": [1], "full_attn_layers": [2], "head_dim": 128, "num_heads": 4, "short_conv_kernel_size": 4,
+           }),
 )  # fmt: skip
 LATENT_ATTENTION: tuple[Architecture, ...] = tuple(
     Architecture(name, FEW | LATENT, experts=True, label=label, gpu=True, cpu=False, engine=engine)

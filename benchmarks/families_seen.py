@@ -193,7 +193,7 @@ def llava(title: str, see: Any, prompt: str, vision: Mapping[str, Any], text: st
     said = T | {"model_type": text} | ({"head_dim": 32} if text == "mistral" else {})
     name, make = generating("Llava", text_config=said, vision_config=vision, **parts)
     last = r"vision_tower.*layers\.1\." if "vision_feature_layer" not in parts else "none"  # it takes the one before
-    return seen(title, name, make, see, prompt, unused=last)
+    return seen(title, name, make, see, prompt, bare=last)
 
 
 def _gemma() -> Architecture:

@@ -83,6 +83,7 @@ class Trial:
         self.options = self._options(parallel)
         self.asks = Asks(engines, architecture, self.processor, self.image)
         self.trained: Any = None
+        self.merged: Any = None
 
     def _options(self, parallel: int) -> dict[str, Any]:
         options: dict[str, Any] = {"load_format": "auto"}
@@ -136,7 +137,7 @@ class Trial:
         row.vllm = said(lambda: self._check(before, self.model)) if self.exact else "right"
         if row.vllm != "right":
             return []
-        self.trained = trained = adapted(self.model, self.architecture.unused)
+        self.trained = trained = adapted(self.model, self.architecture.bare)
         sync = VllmSync(trained, llm, bucket_bytes=1 << 17 if self.device == "cpu" else 1 << 28)
         after: list[Answers] = []
         for step in range(2):
@@ -162,6 +163,8 @@ class Trial:
                 return list(after)
         if self.device == "cuda":
             row.merged = said(lambda: self._sleep(llm, sync, after))
+        if not self.exact:
+            self.merged = self._merged()
         if self.lora and row.merged == "right":
             row.adapter = said(lambda: self._adapter(llm, sync))
         return list(after)
@@ -179,7 +182,7 @@ class Trial:
         trained = self.trained
         if self.lora == LANGUAGE and self.image is not None:
             sync.close()
-            trained = adapted(self.model, rf"{self.architecture.unused}|{TOWERS}")
+            trained = adapted(self.model, rf"{self.architecture.bare}|{TOWERS}")
             sync = VllmSync(trained, llm, bucket_bytes=1 << 17)
         self.engines.train(trained, 2)
         sync.push(mode="adapter")
@@ -200,12 +203,17 @@ class Trial:
                 self.row.error = max(self.row.error, float(self.engines.log_prob_errors(answer.outputs, forward).max()))
                 self.engines.assert_answers(answer.outputs, forward, tolerance=TOLERANCE)
 
-    def _compare(self, pushed: Sequence[Answers]) -> None:
-        """Ask a fresh engine on the checkpoint that PEFT merges, in float32, and transformers saves."""
+    def _merged(self) -> Any:
+        """Return what PEFT merges, in float32."""
         merged = copy.deepcopy(self.trained).cpu().float().merge_and_unload()
         with torch.no_grad():
             for name, tensor in merged.state_dict(keep_vars=True).items():
                 tensor.data = tensor.data.to(self.dtypes[name])
+        return merged
+
+    def _compare(self, pushed: Sequence[Answers]) -> None:
+        """Ask a fresh engine on the checkpoint that PEFT merges and transformers saves."""
+        merged = self._merged() if self.merged is None else self.merged
         with self.engine(merged, "merged") as llm:
             fresh = self.asks(llm)
         tolerance = TOLERANCE if self.exact else OF_16_BITS
@@ -301,25 +309,25 @@ TOWERS = r"visual|vision|audio|projector|connector|merger|embed_audio"
 """What names of modules outside of the language model contain."""
 
 
-def adapted(model: Any, unused: str) -> Any:
+def adapted(model: Any, bare: str) -> Any:
     """Put an adapter on every linear layer but the head, and on fused experts.
 
     Args:
-        unused: pattern of names that get none.
+        bare: pattern of names that get none.
     """
     from peft import LoraConfig, get_peft_model
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
     def taken(name: str) -> bool:
-        return re.search(unused, name) is None
+        return re.search(bare, name) is None
 
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     linears = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D) and module is not head and not name.endswith("lm_head")
-        and taken(name) and not _fused_by_kernels(model, name)
+        and taken(name)
     ]  # fmt: skip
     fused = [n for n, p in model.named_parameters() if p.dim() == 3 and ".experts." in n and not n.endswith("_bias")]
     targets = sorted({".".join(n.split(".")[-3:]) for n in fused if taken(n)})
@@ -332,11 +340,6 @@ def adapted(model: Any, unused: str) -> Any:
             if "lora_B" in name:
                 parameter.mul_(0.3)
     return trained
-
-
-def _fused_by_kernels(model: Any, name: str) -> bool:
-    """Return True for a layer whose weight transformers reads past PEFT's layer, as its kernels do."""
-    return model.config.model_type in ("nemotron_h", "falcon_h1") and name.endswith("out_proj")
 
 
 def forward_of(model: Any) -> Any:
