@@ -18,6 +18,8 @@ TOLERANCE = 12e-6
 """Of log-probs, in float32: some ten roundings of each forward, see tests/support/engines.py."""
 OF_16_BITS = 2e-2
 """Of log-probs of bfloat16 weights in two engines: PEFT's merge and this one's differ in a rounding here and there."""
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
+"""CUDA graphs of decoding, without torch.compile, which takes a minute a model."""
 OTHER = "other answers"
 FRESH = "as a fresh engine"
 TOWER, LANGUAGE, NONE = "tower", "language", ""
@@ -89,7 +91,7 @@ class Trial:
         options: dict[str, Any] = {"load_format": "auto"}
         if self.device == "cuda":
             options |= {
-                "processes": True, "enforce_eager": False, "enable_sleep_mode": True, "gpu_memory_utilization": 0.35,
+                "processes": True, "enforce_eager": False, "compilation_config": GRAPHS, "enable_sleep_mode": True, "gpu_memory_utilization": 0.35,
                 "tensor_parallel_size": parallel, "max_num_seqs": 8, "max_model_len": 256,
             }  # fmt: skip
         else:
@@ -164,7 +166,7 @@ class Trial:
         if self.device == "cuda":
             row.merged = said(lambda: self._sleep(llm, sync, after))
         if not self.exact:
-            self.merged = self._merged()
+            self.merged = self._merge()
         if self.lora and row.merged == "right":
             row.adapter = said(lambda: self._adapter(llm, sync))
         return list(after)
@@ -203,7 +205,7 @@ class Trial:
                 self.row.error = max(self.row.error, float(self.engines.log_prob_errors(answer.outputs, forward).max()))
                 self.engines.assert_answers(answer.outputs, forward, tolerance=TOLERANCE)
 
-    def _merged(self) -> Any:
+    def _merge(self) -> Any:
         """Return what PEFT merges, in float32."""
         merged = copy.deepcopy(self.trained).cpu().float().merge_and_unload()
         with torch.no_grad():
@@ -213,7 +215,7 @@ class Trial:
 
     def _compare(self, pushed: Sequence[Answers]) -> None:
         """Ask a fresh engine on the checkpoint that PEFT merges and transformers saves."""
-        merged = self._merged() if self.merged is None else self.merged
+        merged = self._merge() if self.merged is None else self.merged
         with self.engine(merged, "merged") as llm:
             fresh = self.asks(llm)
         tolerance = TOLERANCE if self.exact else OF_16_BITS
