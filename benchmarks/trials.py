@@ -91,8 +91,8 @@ class Trial:
         options: dict[str, Any] = {"load_format": "auto"}
         if self.device == "cuda":
             options |= {
-                "processes": True, "enforce_eager": False, "compilation_config": GRAPHS, "enable_sleep_mode": True, "gpu_memory_utilization": 0.35,
-                "tensor_parallel_size": parallel, "max_num_seqs": 8, "max_model_len": 256,
+                "processes": True, "enforce_eager": False, "compilation_config": GRAPHS,
+                "enable_sleep_mode": True, "gpu_memory_utilization": 0.35, "tensor_parallel_size": parallel, "max_num_seqs": 8, "max_model_len": 256,
             }  # fmt: skip
         else:
             options |= {"processes": by_transformers(self.model)}
