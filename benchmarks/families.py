@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,14 +94,50 @@ def build(architecture: Architecture) -> Any:
         config_class = getattr(transformers, f"{architecture.config or name}Config")
         # Gemma 2's soft cap is in the eager attention only.
         model = model_class(config_class(**SIZES | architecture.sizes, attn_implementation="eager"))
-    model = model.eval()
-    for part in (model.config, *(getattr(model.config, key, None) for key in ("text_config", "thinker_config"))):
-        if part is not None:
-            part._experts_implementation = "eager"
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
-    return model
+    return _eager(model)
+
+
+def _eager(model: Any) -> Any:
+    """Return a model whose experts are computed by plain code, which adapters on them take part in."""
+    for part in (model.config, *(getattr(model.config, key, None) for key in ("text_config", "thinker_config"))):
+        if part is not None:
+            part._experts_implementation = "eager"
+    return model.eval()
+
+
+def published(model: Any, folder: Path) -> Any:
+    """Save a model as the hub has it, and return it as transformers loads it from there: then what it saves and streams
+    has the hub's names."""
+    save(model, folder)
+    return _eager(type(model).from_pretrained(folder, dtype=model.dtype))
+
+
+def save(model: Any, folder: Path) -> None:
+    """Save a model as the hub has it."""
+    from safetensors.torch import load_file, save_file
+
+    model.save_pretrained(folder)
+    turned = type(model).__name__ == "Qwen3VLMoeForConditionalGeneration"
+    for file in folder.glob("*.safetensors"):
+        save_file({_hub_name(n): _as_on_the_hub(n, t, turned) for n, t in load_file(file).items()}, file, _PT)
+
+
+_PT = {"format": "pt"}
+
+
+def _hub_name(name: str) -> str:
+    """CLIP and SigLIP lie one level deeper there than in a model that transformers 5 has made."""
+    inner = ("embeddings.", "encoder.", "pre_layrnorm.", "post_layernorm.", "head.")
+    rest = name.removeprefix("vision_tower.")
+    return f"vision_tower.vision_model.{rest}" if rest != name and rest.startswith(inner) else name
+
+
+def _as_on_the_hub(name: str, tensor: torch.Tensor, turned: bool) -> torch.Tensor:
+    """Qwen3-VL-MoE's experts are `[experts, in, out]` there; transformers saves them the other way."""
+    return tensor.transpose(1, 2).contiguous() if turned and ".experts." in name else tensor
 
 
 def tied(name: str, tie: bool, **sizes: Any) -> Architecture:

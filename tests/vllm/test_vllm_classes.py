@@ -20,7 +20,7 @@ from lora_merge import PushRefused, VllmSync
 from lora_merge.verify import coverage
 
 sys.path.append(str(ROOT / "benchmarks"))
-from families import build
+from families import build, published
 from families_seen import SEEN
 
 LINEARS = ["q_proj", "v_proj", "o_proj", "down_proj"]
@@ -116,18 +116,16 @@ def test_another_class_is_told_in_a_line(llm: LLM) -> None:
 
 
 @pytest.fixture(scope="module")
-def gemma() -> Any:
-    return family("Gemma-3")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return published(family("Gemma-3"), tmp_path_factory.mktemp("gemma") / "base")
 
 
 @pytest.fixture(scope="module")
-def text(gemma: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def text(gemma: Any) -> Any:
     """The language model of the same checkpoint, as transformers loads it."""
     from transformers import Gemma3ForCausalLM
 
-    folder = tmp_path_factory.mktemp("gemma") / "base"
-    gemma.save_pretrained(folder)
-    return Gemma3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return Gemma3ForCausalLM.from_pretrained(gemma.name_or_path, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
