@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,23 +122,20 @@ def save(model: Any, folder: Path) -> None:
 
     model.save_pretrained(folder)
     turned = type(model).__name__ == "Qwen3VLMoeForConditionalGeneration"
-    for file in folder.glob("*.safetensors"):
-        save_file({_hub_name(n): _as_on_the_hub(n, t, turned) for n, t in load_file(file).items()}, file, _PT)
+    deep = getattr(getattr(model.config, "vision_config", None), "model_type", "") in _DEEP
+    for file in folder.glob("*.safetensors") if turned or deep else ():
+        held = load_file(file)
+        if turned:  # transformers saves them the other way
+            held = {n: t.transpose(1, 2).contiguous() if ".experts." in n else t for n, t in held.items()}
+        if deep:
+            held = {
+                re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", n): t for n, t in held.items()
+            }
+        save_file(held, file, {"format": "pt"})
 
 
-_PT = {"format": "pt"}
-
-
-def _hub_name(name: str) -> str:
-    """CLIP and SigLIP lie one level deeper there than in a model that transformers 5 has made."""
-    inner = ("embeddings.", "encoder.", "pre_layrnorm.", "post_layernorm.", "head.")
-    rest = name.removeprefix("vision_tower.")
-    return f"vision_tower.vision_model.{rest}" if rest != name and rest.startswith(inner) else name
-
-
-def _as_on_the_hub(name: str, tensor: torch.Tensor, turned: bool) -> torch.Tensor:
-    """Qwen3-VL-MoE's experts are `[experts, in, out]` there; transformers saves them the other way."""
-    return tensor.transpose(1, 2).contiguous() if turned and ".experts." in name else tensor
+_DEEP = ("clip_vision_model", "siglip_vision_model")
+"""Towers that lie one level deeper on the hub than in a model that transformers 5 has made."""
 
 
 def tied(name: str, tie: bool, **sizes: Any) -> Architecture:
