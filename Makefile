@@ -35,15 +35,16 @@ help: ## This list
 
 environments: ## All environments that tests run in, so that suites can run side by side afterwards
 environments: $(VENV)/installed $(foreach kind,peft-oldest megatron libraries,$(VENV)/$(kind)/done) $(VLLM)/installed \
-	$(SGLANG)/installed $(foreach trainer,plain trl swift verl,$(VLLM)/$(trainer)/done)
+	$(SGLANG)/installed $(foreach trainer,plain trl swift verl vision,$(VLLM)/$(trainer)/done)
 
 test-all: ## Every test that needs no GPU (`.ci/run` leaves those of tests/whole.txt out)
 test-all: test test-installs test-aarch64 test-peft test-vllm test-sglang test-sglang-next test-sglang-verl test-megatron test-libraries \
 	test-trainers
 
 # One of them trains with megatron-core, one with DeepSpeed.
-test-vllm: $(VLLM)/installed $(VENV)/megatron/done $(VENV)/libraries/done ## Real vLLM engines on the CPU: about 3 GB of packages
+test-vllm: $(VLLM)/installed $(VLLM)/vision/done $(VENV)/megatron/done $(VENV)/libraries/done ## Real vLLM engines on the CPU: about 3 GB of packages
 	PYTHONPATH=$(VENV)/megatron $(VLLM)/bin/python -m pytest $(ARGS) tests/vllm
+	PYTHONPATH=$(CURDIR)/tests/support/vision:$(CURDIR)/$(VLLM)/vision $(VLLM)/bin/python -m pytest $(ARGS) tests/vllm/test_vllm_seen.py
 	PYTHONPATH=$(VENV)/libraries TORCH_EXTENSIONS_DIR=$(EXTENSIONS)/vllm $(VLLM)/bin/python -m pytest $(ARGS) tests/libraries_vllm
 
 # Of some the trainer has bitsandbytes or DeepSpeed.

@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from engines import ask, assert_answers, engine, no_leftovers, train  # noqa: F401
 from peft import LoraConfig, get_peft_model
 from repository import ROOT
@@ -20,7 +18,7 @@ from lora_merge import PushRefused, VllmSync
 from lora_merge.verify import coverage
 
 sys.path.append(str(ROOT / "benchmarks"))
-from families import build, published
+from families import build
 from families_seen import SEEN
 
 LINEARS = ["q_proj", "v_proj", "o_proj", "down_proj"]
@@ -113,72 +111,3 @@ def test_another_class_is_told_in_a_line(llm: LLM) -> None:
     assert "Load Qwen2_5OmniModel with transformers" in told or "Load Qwen2_5OmniForConditional" in told, told
     assert len(told) < 2000
     assert "available parameters" not in told
-
-
-@pytest.fixture(scope="module")
-def gemma(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return published(family("Gemma-3"), tmp_path_factory.mktemp("gemma") / "base")
-
-
-@pytest.fixture(scope="module")
-def text(gemma: Any) -> Any:
-    """The language model of the same checkpoint, as transformers loads it."""
-    from transformers import Gemma3ForCausalLM
-
-    return Gemma3ForCausalLM.from_pretrained(gemma.name_or_path, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module")
-def seeing(gemma: Any, text: Any) -> Iterator[LLM]:
-    """An engine with the tower."""
-    pytest.importorskip("torchvision")
-    architecture = next(one for one in SEEN if one.title == "Gemma-3")
-    assert architecture.processor is not None
-    folder = Path(text.name_or_path)
-    architecture.processor().save_pretrained(folder)
-    options = architecture.engine | {"skip_tokenizer_init": False, "max_model_len": 128, "load_format": "auto"}
-    with engine(gemma, folder, **options, **LORA) as found:
-        yield found
-
-
-def test_a_language_model_goes_into_an_engine_with_a_tower(seeing: LLM, text: Any) -> None:
-    """The tower stays as the engine has it, in both modes, and the report says so."""
-    trained = adapted(text, LINEARS)
-    for mode in ("merged", "adapter"):
-        sync = VllmSync(trained, seeing, mode=mode)
-        for step in range(2):
-            train(trained, step)
-            report = sync.push()
-            assert_answers(ask(seeing, sync.lora_request()), trained)
-            if mode == "merged" or report.base_sent:
-                assert {name.partition(".")[0] for name in report.kept} == {"vision_tower", "multi_modal_projector"}
-                assert "parameters of the engine stay as they are: multi_modal_projector" in str(report)
-        sync.close()
-
-
-def test_a_tower_that_has_changed_is_not_kept(seeing: LLM, gemma: Any, text: Any) -> None:
-    """As after a sleep that threw the weights away: nobody would bring the tower back."""
-    sync = VllmSync(adapted(text, LINEARS), seeing)
-    sync.push()
-    model = seeing.llm_engine.model_executor.driver_worker.worker.get_model()
-    norms = [p for n, p in model.named_parameters() if "vision_tower" in n and "norm" in n]
-    kept = [norm.clone() for norm in norms]
-    with torch.no_grad():
-        for norm in norms:
-            norm.zero_()
-    with pytest.raises(PushRefused, match=r"vision_tower.*cannot stay.*push a Gemma3ForConditionalGeneration"):
-        sync.push()
-    with torch.no_grad():
-        for norm, before in zip(norms, kept, strict=True):
-            norm.copy_(before)
-    sync.push()
-    whole = adapted(gemma, LINEARS)
-    VllmSync(whole, seeing).push(verify=True)
-    assert_answers(ask(seeing), whole)
-    assert all(worker.complete for worker in coverage(seeing))
-
-
-def test_adapters_on_a_tower_are_told_of_vllms_setting(seeing: LLM, gemma: Any) -> None:
-    trained = adapted(gemma, [n for n, m in gemma.named_modules() if n.endswith("layers.0.mlp.fc1")])
-    with pytest.raises(PushRefused, match=r"fc1.*enable_tower_connector_lora=True"):
-        VllmSync(trained, seeing, mode="adapter").push()
