@@ -254,7 +254,7 @@ HYBRIDS: tuple[Architecture, ...] = (
            rope_parameters=ROPE35),
     hybrid("OlmoHybrid", cpu=True, layer_types=["linear_attention", "full_attention"], linear_num_value_heads=4,
            linear_num_key_heads=4, linear_key_head_dim=32, linear_value_head_dim=32),
-    hybrid("NemotronH", label="Nemotron-H", bare="out_proj", **NEMOTRON,
+    hybrid("NemotronH", label="Nemotron-H", cpu=True, bare="out_proj", **NEMOTRON,
            layers_block_type=["mamba", "attention", "mlp"]),
     hybrid("NemotronH", label="Nemotron-H, MoE", bare="out_proj", **NEMOTRON,
            layers_block_type=["mamba", "attention", "moe"], n_routed_experts=4, moe_intermediate_size=64,
