@@ -184,7 +184,7 @@ class Trial:
         from lora_merge import VllmSync
 
         trained = self.trained
-        if self.lora == LANGUAGE and self.image is not None:
+        if self.architecture.kind == "image" and (self.lora == LANGUAGE or self.image is None):
             sync.close()
             trained = adapted(self.model, rf"{self.architecture.bare}|{TOWERS}")
             sync = VllmSync(trained, llm, bucket_bytes=1 << 17)
