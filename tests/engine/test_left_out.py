@@ -36,6 +36,7 @@ class Seeing(nn.Module):
         self.tower = nn.Module()
         self.tower.hf_to_vllm_mapper = Mapper(("post_norm.",))  # type: ignore[assignment]
         self.tower.config = SimpleNamespace(num_hidden_layers=3)  # type: ignore[assignment]
+        self.tower.head = self.tower.bias = None  # type: ignore[assignment]
         self.tower.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
         self.language_model = nn.Module()
         self.language_model.config = SimpleNamespace(num_hidden_layers=3)  # type: ignore[assignment]
@@ -48,6 +49,8 @@ class Seeing(nn.Module):
 CASES = {
     "talker.head.weight": True,
     "model.tower.post_norm.weight": True,
+    "model.tower.head.weight": True,
+    "model.tower.bias": False,
     "model.tower.layers.2.weight": True,
     "model.tower.layers.3.weight": False,  # of a larger tower than the engine's
     "model.tower.other.weight": False,

@@ -43,7 +43,8 @@ def _dropped(model: nn.Module, name: str, tower: Callable[[str], bool]) -> bool:
         component, _, below = mapped.partition(".")
         child = module._modules.get(component)
         if child is None:
-            return tower(".".join(path)) and _behind_the_last(model, path, component)
+            unbuilt = bool(below) and getattr(module, component, module) is None  # as vLLM 0.26 leaves heads out
+            return tower(".".join(path)) and (unbuilt or _behind_the_last(model, path, component))
         module, rest = child, below
         path.append(component)
 
