@@ -150,6 +150,7 @@ def in_child(title: str, lora: str, args: argparse.Namespace) -> Row:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid or 0, signal.SIGKILL)  # its engine's processes, too
     child.join()
+    row.device = "CPU" if args.device == "cpu" else "GPU"
     row.seconds = round(time.monotonic() - begin, 1)
     return row
 

@@ -259,7 +259,7 @@ HYBRIDS: tuple[Architecture, ...] = (
     hybrid("NemotronH", label="Nemotron-H, MoE", bare="out_proj", **NEMOTRON,
            layers_block_type=["mamba", "attention", "moe"], n_routed_experts=4, moe_intermediate_size=64,
            moe_shared_expert_intermediate_size=64, n_shared_experts=1, n_group=1, topk_group=1),
-    hybrid("GraniteMoeHybrid", label="Granite 4", **MAMBA2, layer_types=["mamba", "attention"], mamba_expand=2,
+    hybrid("GraniteMoeHybrid", label="Granite 4", cpu=True, **MAMBA2, layer_types=["mamba", "attention"], mamba_expand=2,
            num_local_experts=4, shared_intermediate_size=64),
     hybrid("FalconH1", label="Falcon-H1", bare="out_proj", **HEAD, **MAMBA2, mamba_d_ssm=256, mamba_chunk_size=64),
     hybrid("Bamba", **MAMBA2, attn_layer_indices=[1], mamba_expand=2),

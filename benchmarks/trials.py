@@ -76,7 +76,7 @@ class Trial:
         self.architecture, self.lora, self.device, self.folder, self.engines = (
             architecture, lora, device, folder, engines,
         )  # fmt: skip
-        self.row = Row(architecture.title, architecture.kind, device="GPU" if device == "cuda" else "CPU")
+        self.row = Row(architecture.title, architecture.kind)
         dtype = torch.bfloat16 if device == "cuda" else getattr(torch, architecture.dtype)
         self.exact = dtype == torch.float32
         model = build(architecture).to(dtype)
@@ -412,5 +412,5 @@ def examine(architecture: Architecture, lora: str, options: Mapping[str, Any]) -
             row = Trial(architecture, lora, options["device"], options["parallel"], Path(folder)).run()
         except Exception as error:
             row = Row(architecture.title, architecture.kind, vllm=short(error))
-    row.release = vllm.__version__
+    row.device, row.release = "GPU" if options["device"] == "cuda" else "CPU", vllm.__version__
     return row
