@@ -57,7 +57,9 @@ def main() -> None:
         args.logs.mkdir(parents=True, exist_ok=True)
 
     possible = [a for a in ARCHITECTURES if (a.gpu if args.device == "cuda" else a.cpu)]
-    chosen = [a for n in args.only or [""] for a in possible if a.title.startswith(n)]
+    titles = {a.title for a in possible}
+    wanted = args.only or [""]
+    chosen = [a for n in wanted for a in possible if a.title == n or (n not in titles and a.title.startswith(n))]
     rows: list[Row] = []
     kept = [Row(**row) for row in json.loads(args.json.read_text())["rows"]] if args.json and args.json.exists() else []
     for number, architecture in enumerate(chosen, start=1):
