@@ -116,10 +116,8 @@ def tried(architecture: Architecture, args: argparse.Namespace) -> Row:
         wanted = [NONE]
     for number, lora in enumerate(wanted):
         refused, row = row.vllm, in_child(architecture.title, lora, args)
-        if lora != TOWER and number and not row.adapter:
-            row.adapter = f"vLLM: {refused}" if lora == NONE else row.adapter
-        elif lora == LANGUAGE and number and row.adapter == "right":
-            row.adapter = "right, of the language model"
+        if number and lora == NONE:
+            row.adapter = f"vLLM: {refused}"
         if row.vllm == "right" or row.vllm.startswith(OTHER):
             break
     if architecture.experts and args.device == "cpu":

@@ -170,7 +170,13 @@ class Trial:
         if not self.exact:
             self.merged = self._merge()
         if self.lora and row.merged == "right":
-            row.adapter = said(lambda: self._adapter(llm, sync))
+            row.adapter = said(lambda: self._adapter(llm, sync, trained))
+            if row.adapter.startswith("PushRefused") and self.architecture.kind == "image":
+                sync.close()
+                language = adapted(trained.unload(), rf"{self.architecture.bare}|{TOWERS}")
+                sync = VllmSync(language, llm, bucket_bytes=1 << 17)
+                found = said(lambda: self._adapter(llm, sync, language))
+                row.adapter = "right, of the language model" if found == "right" else row.adapter
         return list(after)
 
     def _sleep(self, llm: Any, sync: Any, after: Sequence[Answers]) -> None:
@@ -180,14 +186,7 @@ class Trial:
             if not alike(after, self.asks(llm), 1e-3):
                 raise AssertionError(f"after sleep at level {level}")
 
-    def _adapter(self, llm: Any, sync: Any) -> None:
-        from lora_merge import VllmSync
-
-        trained = self.trained
-        if self.architecture.kind == "image" and (self.lora == LANGUAGE or self.image is None):
-            sync.close()
-            trained = adapted(self.model, rf"{self.architecture.bare}|{TOWERS}")
-            sync = VllmSync(trained, llm, bucket_bytes=1 << 17)
+    def _adapter(self, llm: Any, sync: Any, trained: Any) -> None:
         self.engines.train(trained, 2)
         sync.push(mode="adapter")
         answers = self.asks(llm, sync.lora_request())
