@@ -45,7 +45,9 @@ def test_six_families(tmp_path: Path) -> None:
     for row in rows.values():
         right = "as a fresh engine" if row["name"] == "Qwen3.5, text" else "right"
         assert (row["vllm"], row["merged"]) == ("right", right), row
-        assert row["image"] == ("right" if row["kind"] == "image" else ""), row
+        # vLLM's Gemma-3 lets tokens of an image see each other only on a GPU.
+        seen = "as a fresh engine" if row["name"] == "Gemma-3" else "right"
+        assert row["image"] == (seen if row["kind"] == "image" else ""), row
 
 
 def adapted(model: nn.Module, targets: Any) -> Any:
