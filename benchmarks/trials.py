@@ -142,7 +142,7 @@ class Trial:
         row.vllm = said(lambda: self._check(before[:1], self.model)) if self.exact else "right"
         if row.vllm != "right":
             return []
-        # As of Gemma-3's tokens of an image, which see each other there and not here: a fresh engine is asked.
+        # Else (Gemma-3 on a CPU) a fresh engine is asked.
         self.alike = images and self.exact and said(lambda: self._check(before[1:], self.model)) == "right"
         self.trained = trained = adapted(self.model, self.architecture.bare)
         sync = VllmSync(trained, llm, bucket_bytes=1 << 17 if self.device == "cpu" else 1 << 28)

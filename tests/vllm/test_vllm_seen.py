@@ -45,7 +45,7 @@ def test_six_families(tmp_path: Path) -> None:
     for row in rows.values():
         right = "as a fresh engine" if row["name"] == "Qwen3.5, text" else "right"
         assert (row["vllm"], row["merged"]) == ("right", right), row
-        # vLLM's Gemma-3 lets tokens of an image see each other only on a GPU.
+        # Of Gemma-3's images vLLM says something else on a CPU, before any push.
         seen = "as a fresh engine" if row["name"] == "Gemma-3" else "right"
         assert row["image"] == (seen if row["kind"] == "image" else ""), row
 
