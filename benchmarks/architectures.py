@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from families import HYBRIDS, LATENT_ATTENTION, SPARSE, TEXT, Architecture
 from families_seen import SEEN
-from trials import LANGUAGE, NONE, OTHER, TOWER, Row, examine
+from trials import FRESH, LANGUAGE, NONE, OTHER, TOWER, Row, examine
 
 from lora_merge.bench import report
 
@@ -118,6 +118,8 @@ def tried(architecture: Architecture, args: argparse.Namespace) -> Row:
         refused, row = row.vllm, in_child(architecture.title, lora, args)
         if number and lora == NONE:
             row.adapter = f"vLLM: {refused}"
+        if lora == TOWER and row.merged in ("right", FRESH) and not row.adapter.startswith("right"):
+            row.adapter = in_child(architecture.title, LANGUAGE, args).adapter  # of towers vLLM's layers fail
         if row.vllm == "right" or row.vllm.startswith(OTHER):
             break
     if architecture.experts and args.device == "cpu":

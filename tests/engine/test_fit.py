@@ -73,9 +73,12 @@ def test_names_of_another_class_are_one_line() -> None:
     unknown = dict.fromkeys("abc", f"{NO_PART}'model' in Gemma3ForConditionalGeneration")
     answer = found(taken="", refused=unknown, ignored=[], missing=["x", "y"], serves="Gemma3ForConditionalGeneration")
     (problem,), choice = evaluate(STREAM, {"engine 0": [answer]}, {})
-    assert problem.startswith("engine 0: a (and 2 more) is no name in the engine's model, a Gemma3ForConditionalGen")
+    assert problem.startswith("engine 0: a (and 2 more) is no name in what the engine serves (Gemma3ForConditionalGen")
     assert "Load Gemma3ForConditionalGeneration with transformers" in problem
     assert choice.renames == ()
+    one = found(refused={"c": unknown["c"]}, taken="ab", ignored=[], serves="Gemma3ForCausalLM")
+    problems = evaluate(STREAM, {"engine 0": [one]}, {})[0]
+    assert problems == ["engine 0: c is refused: Gemma3ForCausalLM has nothing of that name"]
     renames = (("model.", "model.language_model."),)
     answer = found(taken="", refused=unknown, renames=[["model.", "model.language_model."]])
     assert evaluate(STREAM, {"engine 0": [answer], "engine 1": [answer]}, {})[1].renames == renames

@@ -126,12 +126,16 @@ def evaluate_engine(found: Found, ties: Mapping[str, str], adapted: Container[st
     reasons = {name: why for worker in found for name, why in worker.refused.items() if name not in spare}
     other = {name: why for name, why in reasons.items() if why.startswith(ANOTHER_SIZE)}
     unknown = [name for name, why in reasons.items() if why.startswith(NO_PART)]
-    told = other.keys() | unknown
-    problems = _some([f"{n} is refused: {_tied(n, why, adapted)}" for n, why in reasons.items() if n not in told])
+    another = len(unknown) > len(set[str]().union(*(worker.dtypes for worker in found)))
+    told = other.keys() | (unknown if another else ())
+    serves = found[0].serves or "its model"
+    problems = _some(
+        [f"{n} is refused: {_plainly(n, why, adapted, serves)}" for n, why in reasons.items() if n not in told]
+    )
     if other:
         problems.insert(0, _sizes(other))
-    if unknown:
-        problems.insert(0, _class(unknown, found))
+    if another:
+        problems.insert(0, _class(unknown, serves))
     if not told:  # what nothing would fill otherwise is what is of another size, or has another name
         missing = dict.fromkeys(what for worker in found for what in worker.missing)
         problems += _some([f"nothing would fill {what}" for what in missing])
@@ -145,19 +149,20 @@ def _some(lines: Sequence[str]) -> list[str]:
     return [*lines] if more <= 1 else [*lines[:_LISTED], f"and {more} more like the last"]
 
 
-def _class(unknown: Sequence[str], found: Found) -> str:
+def _class(unknown: Sequence[str], serves: str) -> str:
     """Say that the engine's class has other names, and which class it is."""
     others = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
-    serves = found[0].serves
     return (
-        f"{unknown[0]}{others} is no name in the engine's model{f', a {serves}' if serves else ''}: the model here is "
-        f"of another class. Load {serves or 'the same class'} with transformers, and train that, or start the engine "
-        "on a checkpoint of the class here"
+        f"{unknown[0]}{others} is no name in what the engine serves ({serves}): the model here is of another class, or "
+        f"something is around it. Load {serves} with transformers, and train that, or start the engine on a checkpoint "
+        "of the class here"
     )
 
 
-def _tied(name: str, why: str, adapted: Container[str]) -> str:
+def _plainly(name: str, why: str, adapted: Container[str], serves: str) -> str:
     """Return why a tensor is refused; of one that the engine ties to another, what makes the two differ."""
+    if why.startswith(NO_PART):
+        return f"{serves} has nothing of that name"
     if not why.startswith(TIED):
         return why
     first = why.removeprefix(TIED)

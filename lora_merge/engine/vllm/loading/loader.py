@@ -253,8 +253,8 @@ class Loader(loader.Loader):
         return str(next(iter(self._config.hf_config.architectures or ()), type(self.model).__name__))
 
     def _renames(self, table: Table, refused: Mapping[str, str]) -> Sequence[Sequence[str]]:
-        """Try the names of narrower classes, where some names are of no part of the model."""
-        if self._renaming or not any(why.startswith(NO_PART) for why in refused.values()):
+        """Try the names of narrower classes, where the model has no part that is called `model`."""
+        if self._renaming or not any(why.startswith(f"{NO_PART}'model'") for why in refused.values()):
             return ()
         self._renaming = True
         try:
