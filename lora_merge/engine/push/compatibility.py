@@ -80,6 +80,7 @@ class CompatibilityCheck:
         )
         read = read if keep_tied == weights.keep_tied else None
         weights.keep_tied = keep_tied
+        anew = False
         for last in (False, False, False, True):
             writer, answers = await self._ask(weights, replicas, read)
             read = None
@@ -88,12 +89,12 @@ class CompatibilityCheck:
                 return writer
             found = {engine: [self._results[digest] for digest in workers] for engine, workers in answers.workers}
             problems, choice = evaluate(metas(writer.table), found, writer.ties, _adapted(writer))
-            if problems and (weights.left_out or weights.renames) and not last:
+            if problems and (weights.left_out or weights.renames) and not anew and not last:
                 # Perhaps an engine was started anew, with the parts that it had been without, or on another class.
-                weights.left_out, weights.renames = frozenset(), ()
+                weights.left_out, weights.renames, anew = frozenset(), (), True
                 continue
             if problems and choice.renames and not last:
-                weights.renames = choice.renames
+                weights.renames, anew = choice.renames, True
                 continue
             if problems:
                 raise PushRefused("the weights do not fit the engine:\n  " + "\n  ".join(problems))

@@ -261,7 +261,7 @@ class Loader(loader.Loader):
             for renames in parts.NARROWER:
                 tried = tuple(tuple(_renamed(slot, renames) for slot in slots) for slots in table)
                 answer = self._dry_run(tried).answer
-                if not answer.refused and not answer.missing and set(answer.ignored) <= set(answer.absent):
+                if not answer.refused and set(answer.ignored) <= set(answer.absent):
                     return renames
         finally:
             self._renaming = False
