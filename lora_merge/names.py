@@ -73,6 +73,15 @@ def hf_name(name: str) -> str:
     return ".".join(parts)
 
 
+def renamed(name: str, beginnings: Iterable[Sequence[str]]) -> str:
+    """Return a name with another beginning: of the pairs of a beginning and what takes its place, the first that fits
+    counts."""
+    for begin, instead in beginnings:
+        if name.startswith(begin):
+            return instead + name.removeprefix(begin)
+    return name
+
+
 def unwrapped(key: str) -> str:
     """Return a name out of a file, without what wrappers have added to it: `_orig_mod`, `_checkpoint_wrapped_module`
     and `_fsdp_wrapped_module` anywhere, `module` in front, also behind `base_model.model`, which is taken off, too."""

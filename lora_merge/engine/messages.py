@@ -15,6 +15,12 @@ ANOTHER_SIZE = "another size: "
 """How a worker's reason begins where a tensor is refused for its size: `[256, 64] here and [256, 128] there`."""
 
 
+NO_PART = "no part of that name: "
+"""How it begins where the engine's model has nothing of that name."""
+TIED = "tied to "
+"""How it begins where the engine has one tensor for two that differ here; the name of the other follows."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoraLimits:
     """What adapters an engine serves: those up to a rank, in a dtype."""
@@ -107,6 +113,10 @@ class DryRunAnswer:
     missing: Sequence[str]  # parameters and persistent buffers that nothing would fill, in words
     partial: Mapping[str, int]  # tensors of which it leaves some -> elements that it takes
     dtypes: Mapping[str, str]  # tensors that it takes -> dtype in which it holds them
+    dropped: Sequence[str] = ()  # of `absent`, those that an engine of this class never has (a talker)
+    kept: Sequence[str] = ()  # parameters that stay as they are: of towers, where the stream is of a language model
+    renames: Sequence[Sequence[str]] = ()  # beginnings of names, and what in their place would make the stream fit
+    serves: str = ""  # class of the model that the engine serves, as its configuration names it
 
     @classmethod
     def read(cls, answer: Mapping[str, Any]) -> DryRunAnswer:

@@ -7,6 +7,7 @@ is; no weight is touched.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,13 +50,28 @@ class Conversion:
     def __init__(self, root: Any | None, prefix: str) -> None:
         self._root, self._prefix = root, prefix
         self._shapes: dict[str, torch.Size] = {}
+        self.square: tuple[str, ...] = ()
+        """Checkpoint tensors of the last `outputs` whose shape does not say whether transformers turns them."""
 
-    def outputs(self, metas: Mapping[str, Tensor]) -> list[Made]:
-        """Return the checkpoint tensors that parameters and buffers, given as meta tensors, become."""
+    @property
+    def turns(self) -> bool:
+        """Whether transformers transposes some tensors while loading where their shape says so, and does not transpose
+        them back when it saves them (Qwen3-VL-MoE's experts)."""
+        return self._root is not None and any(map(_turning, _conversions_of(self._root) or ()))
+
+    def outputs(self, metas: Mapping[str, Tensor], stored: Mapping[str, Sequence[int]] | None = None) -> list[Made]:
+        """Return the checkpoint tensors that parameters and buffers, given as meta tensors, become.
+
+        Args:
+            stored: of a checkpoint whose layout the result is to have, the shapes by the parameters' names: experts
+                lie there as published, or as transformers saves them. None: as published, which engines read.
+        """
         self._shapes = {name.removeprefix(self._prefix): meta.shape for name, meta in metas.items()}
         storages = {_storage(meta): name for name, meta in metas.items()}
         with _ViewsOnly():
             made = self._revert(metas)
+            if stored is not None and self.turns:
+                made |= self._as_stored(made, metas, storages, stored)
         outputs, viewed = [], set()
         for name, tensor in made.items():
             source = storages.get(_storage(tensor))
@@ -68,6 +84,24 @@ class Conversion:
                 outputs.append(Made(name, tuple(group), tensor.shape, None))
         place = {name: index for index, name in enumerate(metas)}
         return sorted(outputs, key=lambda m: place[m.sources[0]])
+
+    def _as_stored(
+        self,
+        made: Mapping[str, Tensor],
+        metas: Mapping[str, Tensor],
+        storages: Mapping[int, str],
+        stored: Mapping[str, Sequence[int]],
+    ) -> dict[str, Tensor]:
+        """Return those tensors that are not turned in a checkpoint: it has them in the parameter's own shape, or they
+        are square, which transformers loads as they lie."""
+        lying = self._revert(metas, turned=False)
+        turned = {n: t for n, t in lying.items() if n in made and t.stride() != made[n].stride()}
+        self.square = tuple(name for name, tensor in turned.items() if tensor.shape == made[name].shape)
+        return {
+            name: tensor
+            for name, tensor in turned.items()
+            if name in self.square or tuple(stored.get(storages[_storage(tensor)], ())) == tensor.shape
+        }
 
     def compute(self, merged: Mapping[str, Tensor], name: str) -> Tensor:
         """Compute the checkpoint tensor `name` from the values of all its sources."""
@@ -85,7 +119,7 @@ class Conversion:
                 groups.update(dict.fromkeys([*(k for k, v in groups.items() if v is other), output], group))
         return list({id(group): group for group in groups.values()}.values())
 
-    def _revert(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _revert(self, tensors: Mapping[str, Tensor], *, turned: bool = True) -> dict[str, Tensor]:
         if self._root is None:
             return dict(tensors)
         from transformers.core_model_loading import revert_weight_conversion
@@ -94,7 +128,7 @@ class Conversion:
         inside = {name[cut:]: t for name, t in tensors.items() if name.startswith(self._prefix)}
         outside = {name: t for name, t in tensors.items() if not name.startswith(self._prefix)}
         shapes = self._shapes or {name: tensor.shape for name, tensor in inside.items()}
-        converted = revert_weight_conversion(_Plain(self._root, shapes), inside)
+        converted = revert_weight_conversion(_Plain(self._root, shapes, turned), inside)
         return outside | {self._prefix + name: t[0] if isinstance(t, list) else t for name, t in converted.items()}
 
 
@@ -108,14 +142,16 @@ class _Plain:
 
     Args:
         shapes: of its parameters, by name.
+        turned: experts that transformers turns round while loading where their shape says so (Qwen3-VL-MoE) are turned
+            back, whatever their shape. Otherwise they stay as they lie, as in what transformers saves.
     """
 
-    def __init__(self, root: Any, shapes: Mapping[str, torch.Size]) -> None:
+    def __init__(self, root: Any, shapes: Mapping[str, torch.Size], turned: bool = True) -> None:
         self._root, self._shapes = root, shapes
-        known = getattr(root, "_weight_conversions", None)
+        known = _conversions_of(root)
         if known:
-            operations = [(c, getattr(c, "operations", ())) for c in known]
-            self._weight_conversions = [c for c, of in operations if not any(type(o).__module__ in _CODES for o in of)]
+            plain = [c for c in known if not any(map(_reads_codes, getattr(c, "operations", ())))]
+            self._weight_conversions = [_always(c) if turned and _turning(c) else c for c in plain]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._root, name)
@@ -126,6 +162,40 @@ class _Plain:
             return torch.empty(self._shapes[name], device="meta")
         found: Any = {t.name: t.tensor for t in named_tensors(self._root)}.get(name)
         return self._root.get_parameter(name) if found is None else found
+
+
+def _conversions_of(root: Any) -> list[Any] | None:
+    """Return the conversions with which a model was loaded; of one that was not loaded, and has tensors that are
+    turned, those that transformers undoes when it saves the model."""
+    known = getattr(root, "_weight_conversions", None)
+    if known is not None:
+        return list(known)
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        made = get_model_conversion_mapping(root, add_legacy=False)
+    except (ImportError, TypeError):  # an older one
+        return None
+    # Whether a prefix was there, nobody knows.
+    return [c for c in made if type(c).__name__ != "PrefixChange"] if any(map(_turning, made)) else None
+
+
+def _turning(conversion: Any) -> bool:
+    """Return True if a conversion transposes a tensor on loading only where its shape is not the parameter's own."""
+    return any(getattr(operation, "check_dims", False) for operation in getattr(conversion, "operations", ()))
+
+
+def _always(conversion: Any) -> Any:
+    """Return a conversion that transposes whatever the shape, as engines do."""
+    again = copy.deepcopy(conversion)
+    for operation in again.operations:
+        if getattr(operation, "check_dims", False):
+            operation.check_dims = False
+    return again
+
+
+def _reads_codes(operation: Any) -> bool:
+    return type(operation).__module__ in _CODES
 
 
 class _ViewsOnly(TorchFunctionMode):

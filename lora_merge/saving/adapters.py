@@ -45,6 +45,7 @@ class Adapter:
         whole: names of the parameters that the adapter brings whole.
         scale: factor of what it adds.
         folder: that it lies in.
+        square: as of `Conversion`.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Adapter:
     whole: frozenset[str]
     scale: float = 1.0
     folder: Path = Path()
+    square: tuple[str, ...] = ()
 
     def delta(self, parameter: str) -> Delta | None:
         """Return what it adds to a parameter."""
@@ -92,6 +94,7 @@ def read_adapter(name: str, folder: Path, base: Checkpoint, dtype: torch.dtype, 
     weights, bare = MergedWeights(model), MergedWeights(model, adapters=False)
     weights.as_it_lies = False
     weights.keep_tied = bare.keep_tied = True
+    weights.stored = bare.stored = shapes_of(base, model) if read_conversion(model).turns else None
     writer = weights.bucket_writer()
     with originals(model):
         plain = bare.bucket_writer()
@@ -100,12 +103,19 @@ def read_adapter(name: str, folder: Path, base: Checkpoint, dtype: torch.dtype, 
     # PEFT saves embeddings along that an adapter targets: they are the base's own, and those of every such adapter.
     same = {_place(parts[n]) for n in whole if _is_the_bases(base, n, parts[n].shard.pieces[0].tensor)}
     whole = frozenset(n for n in whole if _place(parts[n]) not in same)
-    adapter = Adapter(name, model, parts, dict(writer.entries), dict(plain.ties), whole, scale, folder)
+    square = writer.source.conversion.square
+    adapter = Adapter(name, model, parts, dict(writer.entries), dict(plain.ties), whole, scale, folder, square)
     for stream in (weights, bare):
         stream.release()
     if not whole and not any(part.delta for part in parts.values()):
         raise InvalidInput(f"{folder}: the adapter changes nothing of its base: expected lora_A and lora_B in its file")
     return adapter
+
+
+def shapes_of(base: Checkpoint, model: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a base's tensors by the names of the parameters of its model, which may be PEFT's."""
+    renamed = loading_names(model.get_base_model() if hasattr(model, "get_base_model") else model)
+    return {renamed(name): tuple(stored.shape) for name, stored in base.tensors.items() if len(stored.shape) == 3}
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ from ..names import lineage, walk
 from ..shards.ranks import noted
 from ..stream.buckets import Meta, dtype_name
 from ..stream.weights import MergedWeights
-from .adapters import untied_config
-from .checkpoint import CONFIG, Checkpoint, find
+from .adapters import shapes_of, untied_config
+from .checkpoint import CONFIG, Checkpoint, find, holds_weights, open_checkpoint
 from .format import as_bytes
 from .merge import Saved
+from .notes import draft_notes, square_notes
 from .rest import Rest, rest_of
 from .writer import SHARD_SIZE, Writer, shards_of, size_of
 
@@ -95,8 +96,10 @@ def save_merged(
     mine = _writes() if write is None else write
     if not ranks.any(mine):
         return None
+    if live(model).conversion().turns:
+        weights.stored = next(filter(None, ranks.gather(_shapes(model, base) if mine else {})), {})
     tensors = weights.metadata()
-    changed = _changed(weights)
+    changed, square = _changed(weights)
     apart = _apart(model, weights, {wanted.name for wanted in tensors})
     if apart:  # a config that unties some unties all
         weights.keep_tied = True
@@ -104,6 +107,7 @@ def save_merged(
     around = _around(model, tensors)
     tensors = [wanted._replace(name=wanted.name.removeprefix(around)) for wanted in tensors]
     apart = {name.removeprefix(around): kept.removeprefix(around) for name, kept in apart.items()}
+    built = [wanted.name for wanted in tensors]
     rest = Rest()
     errors: list[Exception] = []
     saved: Saved | None = None
@@ -153,9 +157,27 @@ def save_merged(
                     files=len(shards),
                     seconds=time.perf_counter() - begin,
                     verified=compared,
-                    notes=(*rest.notes, *(() if any("tokeniz" in path.name for path in along) else (_NO_TOKENIZER,))),
+                    notes=(
+                        *rest.notes,
+                        *draft_notes(built, (wanted.name for wanted in rest.tensors)),
+                        *square_notes(square),
+                        *(() if any("tokeniz" in path.name for path in along) else (_NO_TOKENIZER,)),
+                    ),
                 )
     return saved
+
+
+def _shapes(model: Any, base: str | Path | None) -> dict[str, tuple[int, ...]]:
+    """Return the shapes in the base's files, by the names of parameters; of a base that cannot be read none."""
+    name, inside = _pretrained(model)
+    try:
+        folder = _home(model, base)
+        if folder is None or inside is None or not holds_weights(folder):
+            return {}
+        with closing(open_checkpoint(folder)) as stored:
+            return {f"{name}.{n}" if name else n: shape for n, shape in shapes_of(stored, inside).items()}
+    except InvalidInput:  # which is raised where it is opened to be read
+        return {}
 
 
 def _writes() -> bool:
@@ -171,12 +193,13 @@ def _left(writer: Writer, errors: list[Exception]) -> Iterator[None]:
             raise errors[0]
 
 
-def _changed(weights: MergedWeights) -> int:
-    """Return how many tensors of a stream have an adapter."""
+def _changed(weights: MergedWeights) -> tuple[int, tuple[str, ...]]:
+    """Return how many tensors of a stream have an adapter, and `Conversion.square`."""
     writer = weights.bucket_writer(whole=True)
     with writer.passing():
         parts = writer.source.parts
-        return sum(any(parts[s].delta is not None for s in entry.sources) for entry in writer.entries.values())
+        changed = sum(any(parts[s].delta is not None for s in entry.sources) for entry in writer.entries.values())
+        return changed, writer.source.conversion.square
 
 
 def _apart(model: Any, weights: MergedWeights, names: set[str]) -> dict[str, str]:

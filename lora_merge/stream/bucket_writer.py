@@ -457,11 +457,11 @@ class BucketWriter:
                 wanted = [slot for slot in mine if self.entries[slot.name].sources == sources]
                 merged = self._merged(index, parts, wholes, dtype, run) if wanted else {}
                 for slot in wanted:
-                    window = self.entries[slot.name].window
-                    if window is None:
-                        made = source.conversion.compute(merged, slot.name)
+                    entry = self.entries[slot.name]
+                    if entry.window is None:
+                        made = source.conversion.compute(merged, entry.made)
                     else:
-                        made = window.fold(cut(merged[sources[0]], window.box))
+                        made = entry.window.fold(cut(merged[sources[0]], entry.window.box))
                     slot.view(buffer).copy_(cut(made, slot.box))
 
     def _merged(

@@ -29,12 +29,14 @@ class Entry:
         sources: names of the parts that it is made of; one, except where a conversion joins several.
         window: what it is of its part; None where it has to be computed from whole parts.
         tied: name of the tensor of the stream that has the same values, and that checkpoints hold; "" if none has.
+        made: its name in the model's own checkpoints.
     """
 
     meta: Meta
     sources: tuple[str, ...]
     window: Window | None
     tied: str = ""
+    made: str = ""
 
 
 class LazyParts(Mapping[str, Part]):

@@ -27,6 +27,7 @@ from ..models.part import Part
 from ..models.pausing import training_of
 from ..models.peft.chosen import check_names, chosen
 from ..models.snapshot import Snapshot
+from ..names import renamed
 from ..shards import Shard, cut
 from ..shards.exchange import check_strategy
 from ..shards.ranks import noted
@@ -119,6 +120,11 @@ class MergedWeights:
         """dtypes of single tensors, by name, before `dtype`."""
         self.left_out: frozenset[str] = frozenset()
         """Names of tensors that are not streamed, for engines that hold no such part of the model."""
+        self.renames: Sequence[Sequence[str]] = ()
+        """Beginnings of names, and what takes their place, for engines whose class is around the model's; see
+        `names.renamed`."""
+        self.stored: Mapping[str, Sequence[int]] | None = None
+        """Shapes in a checkpoint whose layout the stream is to have; see `Conversion.outputs`."""
         self.as_it_lies = True
         """Read a model that is trained on merged weights as it lies: the adapters are in its base weights, and no part
         has a delta. Else its base comes back first."""
@@ -366,7 +372,8 @@ class MergedWeights:
         would be wrong. Parts are read for a new key, and else for whoever asks for them."""
         with chosen(self.model, self.adapter_names), Look() as left:
             snapshot = model.snapshot(adapters=self.adapters)
-            key = (snapshot.facts, self.keep_tied, tuple(self.dtypes.items()), self.left_out, model.reader is not None)
+            settings = self.keep_tied, tuple(self.dtypes.items()), self.left_out, self.renames
+            key = (snapshot.facts, *settings, model.reader is not None)
             held = [tensor.untyped_storage() for tensor in snapshot.tensors]
             check_readable(held, reader=model.reader)
             if not self.adapters:
@@ -407,19 +414,20 @@ class MergedWeights:
     def _entries(self, parts: Mapping[str, Part], conversion: Conversion) -> list[Entry]:
         shapes = {name: _meta(part.shard) for name, part in parts.items()}
         entries = {}
-        outputs = conversion.outputs(shapes)
-        named = {(made.sources, made.view): made.name for made in outputs}
+        outputs = conversion.outputs(shapes, self.stored)
+        named = {(made.sources, made.view): renamed(made.name, self.renames) for made in outputs}
         for made in outputs:
-            if made.name in self.left_out:
+            name = renamed(made.name, self.renames)
+            if name in self.left_out:
                 continue
             first = parts[made.sources[0]]
             dtype = first.dtype or first.shard.dtype
             if dtype in FLOATS:
-                dtype = self.dtypes.get(made.name) or (self.dtype if first.trained else None) or dtype
-            meta, like = Meta(made.name, dtype, tuple(made.shape)), shapes[first.name]
+                dtype = self.dtypes.get(name) or (self.dtype if first.trained else None) or dtype
+            meta, like = Meta(name, dtype, tuple(made.shape)), shapes[first.name]
             window = None if made.view is None else window_of(made.view, like.shape, like.stride())
             tied = named.get(((first.tied,), made.view), "") if len(made.sources) == 1 else ""
-            entries[made.name] = Entry(meta, made.sources, window, tied)
+            entries[meta.name] = Entry(meta, made.sources, window, tied, made.name)
         return [entries[name] for layer in by_layer(entries) for name in layer]
 
 

@@ -16,12 +16,13 @@ from lora_merge import PushFailed, PushRefused
 from lora_merge.engine.configs import computing, differences
 from lora_merge.engine.control.base import Control
 from lora_merge.engine.control.calls import drive, side_by_side, together, while_alive
-from lora_merge.engine.messages import DryRunAnswer, SharedExperts
+from lora_merge.engine.messages import NO_PART, TIED, DryRunAnswer, SharedExperts
 from lora_merge.engine.push.channels import Trainer
 from lora_merge.engine.push.evaluation import evaluate
 from lora_merge.engine.push.introduction import hello as introduce
 from lora_merge.engine.push.replica import Replica, check_apart, check_whole, engines_of, fail_together, failure
 from lora_merge.engine.state import State, change
+from lora_merge.names import renamed
 from lora_merge.shards.ranks import Ranks
 from lora_merge.stream.buckets import Meta
 
@@ -65,6 +66,43 @@ CASES: dict[str, tuple[Mapping[str, Sequence[DryRunAnswer]], list[str], set[str]
         set(),
     ),
 }  # fmt: skip
+
+
+def test_names_of_another_class_are_one_line() -> None:
+    """vLLM lists all parameters of its own for each of them."""
+    unknown = dict.fromkeys("abc", f"{NO_PART}'model' in Gemma3ForConditionalGeneration")
+    answer = found(taken="", refused=unknown, ignored=[], missing=["x", "y"], serves="Gemma3ForConditionalGeneration")
+    (problem,), choice = evaluate(STREAM, {"engine 0": [answer]}, {})
+    assert problem.startswith("engine 0: a (and 2 more) is no name in what the engine serves (Gemma3ForConditionalGen")
+    assert "Load Gemma3ForConditionalGeneration with transformers" in problem
+    assert choice.renames == ()
+    one = found(refused={"c": unknown["c"]}, taken="ab", ignored=[], serves="Gemma3ForCausalLM")
+    problems = evaluate(STREAM, {"engine 0": [one]}, {})[0]
+    assert problems == ["engine 0: c is refused: Gemma3ForCausalLM has nothing of that name"]
+    renames = (("model.", "model.language_model."),)
+    answer = found(taken="", refused=unknown, renames=[["model.", "model.language_model."]])
+    assert evaluate(STREAM, {"engine 0": [answer], "engine 1": [answer]}, {})[1].renames == renames
+    assert evaluate(STREAM, {"engine 0": [answer], "engine 1": [found()]}, {})[1].renames == ()
+    assert renamed("model.layers.0.weight", renames) == "model.language_model.layers.0.weight"
+    assert renamed("lm_head.weight", renames) == "lm_head.weight"
+    assert renamed("lm_head.weight", (("", "thinker."),)) == "thinker.lm_head.weight"
+
+
+def test_what_makes_tied_weights_differ() -> None:
+    """Adapters, or a model that holds them apart: the advice is not the same."""
+    tied = found(refused={"a": f"{TIED}b"})
+    (problem,), _ = evaluate(STREAM, {"engine 0": [tied]}, {}, {"b"})
+    assert "but here adapters change the two apart" in problem
+    (problem,), _ = evaluate(STREAM, {"engine 0": [tied]}, {}, {"c"})
+    assert "here they are two weights" in problem
+    assert "adapter" not in problem
+
+
+def test_many_lines_are_counted() -> None:
+    missing = [f"x{number}" for number in range(40)]
+    problems, _ = evaluate(STREAM, {"engine 0": [found(missing=missing)]}, {})
+    assert len(problems) == 9
+    assert problems[-1] == "engine 0: and 32 more like the last"
 
 
 @pytest.mark.parametrize("case", CASES)

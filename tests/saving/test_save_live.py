@@ -293,7 +293,9 @@ def test_what_the_class_does_not_build(tmp_path: Path) -> None:
         assert_same(tensors(tmp_path / f"{number}"), wanted)
         assert saved is not None
         assert saved.verified == sum(t.nbytes for t in wanted.values())
-    merge_checkpoint(base, adapter, tmp_path / "disk")
+        assert any("2 tensors of heads that draft further tokens (mtp.fc.weight" in note for note in saved.notes)
+    (merged_there,) = merge_checkpoint(base, adapter, tmp_path / "disk")
+    assert any("2 tensors of heads that draft further tokens (mtp.fc.weight" in note for note in merged_there.notes)
     assert_same(tensors(tmp_path / "disk"), wanted)
     for folder in ("0", "1", "disk"):
         assert (tmp_path / folder / "spk_dict.pt").read_bytes() == (base / "spk_dict.pt").read_bytes()

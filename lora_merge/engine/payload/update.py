@@ -293,6 +293,7 @@ class UpdateBuilder:
         """
         for stream in (self._adapted, self._whole):
             stream.keep_tied, stream.dtypes = weights.keep_tied, weights.dtypes
+            stream.renames = weights.renames
         self._adapted.left_out = weights.left_out
         adapted = self._adapted.bucket_writer()
         moved = self._learning.moved

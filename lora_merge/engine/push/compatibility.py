@@ -17,7 +17,8 @@ from ...stream.weights import MergedWeights
 from ..messages import DryRunAnswer
 from ..payload.recipients import Recipients
 from .channels import Trainer
-from .evaluation import evaluate
+from .evaluation import Choice, evaluate
+from .left_out import refusal, sources_of, trained
 from .replica import Replica, engines_of
 
 
@@ -44,6 +45,10 @@ class CompatibilityCheck:
         """The engines' answers about each stream when it fitted last."""
         self._found: dict[int, list[str]] = {}
         """Of each replica that was asked last, the digests of its workers' dry runs."""
+        self._dropped: dict[MergedWeights, tuple[dict[str, str], str]] = {}
+        """Of each stream the parameters that engines of their class have no part for, and that class."""
+        self.kept: tuple[str, ...] = ()
+        """Parameters that the stream which was checked last leaves as the engines have them."""
         self.at: dict[int, list[str]] = {}
         """Of each replica that was asked last, the `ExportedMemory.digest` of every worker."""
 
@@ -75,16 +80,21 @@ class CompatibilityCheck:
         )
         read = read if keep_tied == weights.keep_tied else None
         weights.keep_tied = keep_tied
-        for last in (False, False, True):
+        anew = False
+        for last in (False, False, False, True):
             writer, answers = await self._ask(weights, replicas, read)
             read = None
             if self._fitted.get(weights) == answers:  # as at the push before: evaluating reads every name
+                await self._check_left_out(weights, writer)
                 return writer
             found = {engine: [self._results[digest] for digest in workers] for engine, workers in answers.workers}
-            problems, choice = evaluate(metas(writer.table), found, writer.ties)
-            if problems and weights.left_out and not last:
-                # Perhaps an engine was started anew, with the parts that it had been without.
-                weights.left_out = frozenset()
+            problems, choice = evaluate(metas(writer.table), found, writer.ties, _adapted(writer))
+            if problems and (weights.left_out or weights.renames) and not anew and not last:
+                # Perhaps an engine was started anew, with the parts that it had been without, or on another class.
+                weights.left_out, weights.renames, anew = frozenset(), (), True
+                continue
+            if problems and choice.renames and not last:
+                weights.renames, anew = choice.renames, True
                 continue
             if problems:
                 raise PushRefused("the weights do not fit the engine:\n  " + "\n  ".join(problems))
@@ -92,10 +102,26 @@ class CompatibilityCheck:
                 meta.dtype == choice.dtypes.get(name, meta.dtype) for name, meta in metas(writer.table).items()
             ):
                 self._fitted[weights] = answers
+                self.kept = choice.kept
+                await self._check_left_out(weights, writer)
                 return writer
+            self._note_dropped(weights, writer, choice)
             weights.left_out |= choice.left_out
             weights.dtypes = choice.dtypes
         raise PushRefused("the engines take another stream at every try; push to them apart, each by itself")
+
+    def _note_dropped(self, weights: MergedWeights, writer: BucketWriter, choice: Choice) -> None:
+        known = self._dropped.get(weights, ({}, ""))[0] if weights.left_out else {}
+        self._dropped[weights] = known | sources_of(writer, choice.dropped & choice.left_out), choice.serves
+
+    async def _check_left_out(self, weights: MergedWeights, writer: BucketWriter) -> None:
+        """Raise `PushRefused` where what is left out is trained. Collective over all ranks where anything is."""
+        sources, serves = self._dropped.get(weights, ({}, ""))
+        if not sources or not weights.left_out:
+            return
+        found = await self._trainer.everywhere(self._trainer.blocking(partial(trained, weights, writer, sources)))
+        if names := sorted({sources[name] for some in found for name in some}):
+            raise PushRefused(refusal(names, serves))
 
     async def _ask(
         self, weights: MergedWeights, replicas: Sequence[Replica], read: BucketWriter | None
@@ -146,3 +172,9 @@ class CompatibilityCheck:
         fresh = {w["same"]: DryRunAnswer.read(w) for found in answers.values() for w in found if "refused" in w}
         digests = {index: [(w["same"], w["at"]) for w in found] for index, found in answers.items()}
         return (writer, fresh), (writer.lines_key, digests)
+
+
+def _adapted(writer: BucketWriter) -> frozenset[str]:
+    """Return the names of a stream's tensors to which adapters add something."""
+    parts = writer.source.parts
+    return frozenset(n for n, e in writer.entries.items() if any(parts[s].delta is not None for s in e.sources))

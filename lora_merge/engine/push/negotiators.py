@@ -38,12 +38,23 @@ class AdapterNegotiator:
     def release(self) -> None:
         self._weights.release()
 
-    async def __call__(self, replicas: Sequence[Replica]) -> AdapterSource:
-        """Return the adapter.
+    async def __call__(self, replicas: Sequence[Replica], renames: Sequence[Sequence[str]] = ()) -> AdapterSource:
+        """Return the adapter, after `check`.
+
+        Args:
+            renames: with which the stream of its base fits the engines.
 
         Raises:
             PushRefused: some engine cannot serve it, as merged mode can.
         """
+        self._weights.renames = renames
+        loras = [worker.lora for replica in replicas for worker in replica.workers if worker.lora]
+        dtype, limit = dtype_of(loras[0].dtype), min(lora.max_rank for lora in loras)
+        adapter, _ = await self._trainer.keep_and_gather(self._try(dtype, limit, replicas))
+        return adapter
+
+    def check(self, replicas: Sequence[Replica]) -> None:
+        """Raise `PushRefused` if some engine serves no adapters."""
         for replica in replicas:
             if replica.workers[0].no_adapters:
                 raise PushRefused(
@@ -51,10 +62,6 @@ class AdapterNegotiator:
                 )
             if any(worker.lora is None for worker in replica.workers):
                 raise PushRefused(f"engine {replica.index} was started without enable_lora=True{_INSTEAD}")
-        loras = [worker.lora for replica in replicas for worker in replica.workers if worker.lora]
-        dtype, limit = dtype_of(loras[0].dtype), min(lora.max_rank for lora in loras)
-        adapter, _ = await self._trainer.keep_and_gather(self._try(dtype, limit, replicas))
-        return adapter
 
     def _read(self, dtype: torch.dtype) -> AdapterSource:
         writer = writer_of(self._weights)
@@ -75,7 +82,10 @@ class AdapterNegotiator:
         for replica in replicas:
             unserved = sorted({name for answer in answers.get(replica.index, ()) for name in answer["unserved"]})
             if unserved:
-                raise PushRefused(f"{replica.handle.name} has no LoRA layer for {', '.join(unserved)}{_INSTEAD}")
+                advice = next((said for answer in answers[replica.index] if (said := answer.get("advice"))), "")
+                raise PushRefused(
+                    f"{replica.handle.name} has no LoRA layer for {', '.join(unserved)}{advice}{_INSTEAD}"
+                )
         return source, None
 
 

@@ -130,10 +130,10 @@ class PushPlanner(Planner):
         begun = self._stream(report.mode)
         of_base = read if begun is self._base else None
         if report.mode == "adapter":
-            return await self._after_base(await self._adapter(replicas), replicas, report, verify, of_base)
+            return await self._after_base(replicas, report, verify, of_base)
         if self._in_engine(replicas):
             try:
-                transfers = await self._after_base(None, replicas, report, verify, of_base)
+                transfers = await self._after_base(replicas, report, verify, of_base)
                 self._who = report.merge = "engine"
                 return transfers
             except LoraMergeError as error:
@@ -144,7 +144,7 @@ class PushPlanner(Planner):
         self._who = report.merge = "trainer"
         report.merge_why = self._why
         writer = await self._check(self._weights, replicas, read if begun is self._weights else None)
-        report.left_out = tuple(sorted(self._weights.left_out))
+        report.left_out, report.kept = tuple(sorted(self._weights.left_out)), self._check.kept
         state = State("merged", report.version, trainer=self._trainer.name)
         return [await self._full(state, self._weights, writer, replicas, report, verify)]
 
@@ -160,39 +160,36 @@ class PushPlanner(Planner):
         return not self._why and any(worker.host not in self._trainer.hosts for worker in workers)
 
     async def _after_base(
-        self,
-        adapter: AdapterSource | None,
-        replicas: Sequence[Replica],
-        report: SyncReport,
-        verify: bool,
-        read: BucketWriter | None,
+        self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: BucketWriter | None
     ) -> list[Transfer]:
-        """Plan what follows the base, and the base itself for engines that do not hold this one.
-
-        Args:
-            adapter: what follows; None for an update, which the engines merge.
-        """
-        if adapter is None and self._weights.rounding != "nearest":
+        """Plan what follows the base, an adapter or an update that the engines merge, and the base itself for engines
+        that do not hold this one."""
+        beside = report.mode == "adapter"
+        if not beside and self._weights.rounding != "nearest":
             raise PushRefused(
                 f"rounding={self._weights.rounding!r} is drawn where the trainer merges: engines round to nearest; "
                 'pass merge="trainer"'
             )
+        if beside:
+            self._adapter.check(replicas)
         base = await self._check(self._base, replicas, read)
-        if adapter is None:
+        if not beside:
             update = await self._update(self._base, base, replicas, self._check.recipients())
             fingerprint = await self._same(lambda: self._frozen(base, update.whole_names, verify))
             lacks = partial(_lacks_update, fingerprint=fingerprint, digest=update.digest)
             source: AdapterSource | UpdatePayload = update
             changed: frozenset[str] | None = update.changed
         else:
+            adapter = await self._adapter(replicas, self._base.renames)
             fingerprint = await self._same(lambda: self._of_frozen(base, verify))
             lacks, source, changed = partial(_lacks_base, fingerprint=fingerprint), adapter, None
         without = [replica for engine in engines_of(replicas) if any(map(lacks, engine)) for replica in engine]
         report.base_sent = bool(without)
         report.left_out = tuple(sorted(self._base.left_out)) if without else ()
+        report.kept = self._check.kept if without else ()
         bare, after = (
             State(kind, report.version, fingerprint, trainer=self._trainer.name)
-            for kind in ("base", "merged" if adapter is None else "adapter")
+            for kind in ("base", "adapter" if beside else "merged")
         )
         transfers = [Transfer(after, source, replicas, Route.of_buckets(source))]
         if without:

@@ -41,6 +41,8 @@ class SyncReport:
             directly.
         left_out: names that were not sent because every engine was started without that part of the model
             (`limit_mm_per_prompt` of 0: no vision tower).
+        kept: parameters of engines that stay as they are, as the model is the language model of theirs alone (a class
+            without its towers).
         coverage: share of the elements of the engines' parameters and persistent buffers that the last full push wrote,
             in the worker with the least; 1.0 is all. None where the weights came from something else than a push.
         reloaded: number of layers that went through the engine's own loading because it changes their layout
@@ -63,6 +65,7 @@ class SyncReport:
     transports: tuple[str, ...] = ()
     buckets: str = ""
     left_out: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     coverage: float | None = None
     reloaded: int = 0
     calibrated: str = ""
@@ -90,6 +93,8 @@ class SyncReport:
         out = self.left_out
         why = f"; through buckets: {self.buckets}" if self.buckets else ""
         note = f" ({len(out)} left out, which the engine has no part for: {out[0]} to {out[-1]})" if out else ""
+        if self.kept:
+            note += f" ({len(self.kept)} parameters of the engine stay as they are: {self.kept[0]} to {self.kept[-1]})"
         if self.reloaded:
             why += f"; {self.reloaded} layers by the engine's own loading"
         if self.calibrated:

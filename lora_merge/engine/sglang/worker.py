@@ -122,8 +122,8 @@ class SglangWorker:
         if self._lora is not None and session.held.kind != "adapter":
             remove_adapter(self._lora)
 
-    def unserved(self, modules: Sequence[str]) -> list[str]:
-        return unserved_modules(self._lora, modules)
+    def unserved(self, modules: Sequence[str]) -> tuple[list[str], str]:
+        return unserved_modules(self._lora, modules), ""
 
     def load_adapter(self, tensors: Mapping[str, Tensor], rank: int) -> None:
         load_adapter(self._lora, tensors, rank)

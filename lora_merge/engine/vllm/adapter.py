@@ -8,9 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import internals
+from .loading.parts import language_model
 
 ADAPTER_ID = 2_020_202_020
 """The one id of the adapter, in loading and in every request."""
+_TOWERS = "enable_tower_connector_lora"
+"""vLLM's setting."""
 
 
 def unserved_modules(manager: Any, modules: Sequence[str]) -> list[str]:
@@ -21,6 +24,27 @@ def unserved_modules(manager: Any, modules: Sequence[str]) -> list[str]:
     whole = {name for name in inner.modules if inner.packed_modules.get(name, [name]) == [name]}
     mapper = _mapper(inner.model)
     return [module for module in modules if _mapped(mapper, module) not in parts | whole]
+
+
+def tower_advice(manager: Any, config: Any, unserved: Sequence[str]) -> str:
+    """Return in words which setting gives modules LoRA layers that have none; "" where none does. vLLM makes those of
+    towers only where it is told to."""
+    model = manager._adapter_manager.model
+    inside = language_model(model)
+    mapper = _mapper(model)
+    names = [(_mapped(mapper, module)) for module in unserved]
+    towers = [n for n in names if inside is not None and not n.startswith(f"{inside}.") and _exists(model, n)]
+    if not towers or getattr(config, _TOWERS, True):  # a release without the setting
+        return ""
+    return f" (of towers: start the engine with {_TOWERS}=True)"
+
+
+def _exists(model: nn.Module, name: str) -> bool:
+    """Return True if a model has the layer around a module, which may be packed with others."""
+    try:
+        return model.get_submodule(name.rpartition(".")[0]) is not model
+    except AttributeError:
+        return False
 
 
 def load_adapter(manager: Any, tensors: Mapping[str, Tensor], rank: int) -> None:

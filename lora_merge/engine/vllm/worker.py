@@ -21,7 +21,7 @@ from ..configs import computing
 from ..state import State
 from ..worker.rpc import respond
 from ..worker.session import WorkerSession
-from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
+from .adapter import ADAPTER_ID, load_adapter, remove_adapter, tower_advice, unserved_modules
 from .adopt_checkpoint import OPERATIONS
 from .loading.formats import calibrated_scales, quantised_checkpoint
 from .session import session_of
@@ -110,8 +110,10 @@ class VllmWorker:
         if self.raw.vllm_config.lora_config is not None and session.held.kind != "adapter":
             remove_adapter(self.raw.model_runner.lora_manager)
 
-    def unserved(self, modules: Sequence[str]) -> list[str]:
-        return unserved_modules(self.raw.model_runner.lora_manager, modules)
+    def unserved(self, modules: Sequence[str]) -> tuple[list[str], str]:
+        manager = self.raw.model_runner.lora_manager
+        unserved = unserved_modules(manager, modules)
+        return unserved, tower_advice(manager, self.raw.vllm_config.lora_config, unserved)
 
     def load_adapter(self, tensors: Mapping[str, Tensor], rank: int) -> None:
         load_adapter(self.raw.model_runner.lora_manager, tensors, rank)

@@ -17,9 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...kernels.segments import FLOATS
-from ...models.conversion import TRAIN_AS_ONE
 from ...stream.window import Window, window_of
-from ..messages import ANOTHER_SIZE
+from ..messages import ANOTHER_SIZE, TIED
 
 _TO_COPY = torch.ops.aten._to_copy.default
 
@@ -251,17 +250,17 @@ def torn(capture: Capture, ties: dict[str, str]) -> dict[str, str]:
     for record in capture.records:
         names.setdefault(record.path, set()).add(record.name)
     return {
-        name: f"the engine ties it to {', '.join(sorted(names[first]))}, but here adapters change the two "
-        f"apart: start the engine with tie_word_embeddings=False, or {TRAIN_AS_ONE}"
+        name: f"{TIED}{', '.join(sorted(names[first]))}"
         for path, first in ties.items()
         for name in names.get(path, set()) - names.get(first, set())
         if first in names
     }
 
 
-def coverage(capture: Capture, ties: dict[str, str]) -> tuple[list[str], tuple[int, int]]:
-    """Return engine tensors with elements that nothing writes, in words; and elements written, elements there are."""
-    missing, total, filled = [], 0, 0
+def coverage(capture: Capture, ties: dict[str, str]) -> tuple[dict[str, str], tuple[int, int]]:
+    """Return engine tensors with elements that nothing writes, each in words by its path; and elements written,
+    elements there are."""
+    missing, total, filled = dict[str, str](), 0, 0
     for path, tensor in capture.tensors.items():
         covered = _count(capture.written[path])
         first = ties.get(path, path)
@@ -272,7 +271,7 @@ def coverage(capture: Capture, ties: dict[str, str]) -> tuple[list[str], tuple[i
         total += wanted
         filled += min(covered, wanted)
         if covered < wanted:
-            missing.append(f"{path} {list(tensor.shape)}: {wanted - covered} of {wanted} elements")
+            missing[path] = f"{path} {list(tensor.shape)}: {wanted - covered} of {wanted} elements"
     return missing, (filled, total)
 
 

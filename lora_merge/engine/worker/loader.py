@@ -78,7 +78,7 @@ class DryRunReport:
         """Equal for two reports of which the trainer would get the same."""
         a = self.answer
         by_name = sorted(a.partial.items()), sorted(a.dtypes.items())
-        sent = (a.refused, a.ignored, a.absent, a.missing, self.elements, *by_name)
+        sent = (a.refused, a.ignored, a.absent, a.missing, self.elements, *by_name, a.dropped, a.kept, a.renames)
         return hashlib.blake2b(repr(sent).encode(), digest_size=16).hexdigest()
 
 
@@ -256,6 +256,27 @@ class Loader:
         """Return the tensors for parts of the model that the engine was started without."""
         return []
 
+    def _left_out(self, names: Sequence[str]) -> list[str]:
+        """Return those of some names that the engine's class has no part for, whatever its settings."""
+        return []
+
+    def _kept(self, missing: Mapping[str, str], written: Collection[str]) -> tuple[list[str], list[str]]:
+        """Return parameters that stay as the engine has them, by path, and what nothing would fill, in words.
+
+        Args:
+            missing: paths of parameters that the stream does not fill -> in words.
+            written: paths of those that get something.
+        """
+        return [], list(missing.values())
+
+    def _renames(self, table: Table, refused: Mapping[str, str]) -> Sequence[Sequence[str]]:
+        """Return `DryRunAnswer.renames` for a table of which tensors are refused."""
+        return ()
+
+    def _serves(self) -> str:
+        """Return `DryRunAnswer.serves`."""
+        return type(self.model).__name__
+
     # The dry run
 
     def _dry_run(self, table: Table) -> DryRunReport:
@@ -294,6 +315,9 @@ class Loader:
             }
         )
         ignored = {name: tensor for name, tensor in fed if name not in taken and name not in refused}
+        dropped = self._left_out(list(ignored))
+        absent = self._absent([pair for pair in ignored.items() if pair[0] not in set(dropped)])
+        kept, lacking = self._kept(missing, {record.path for record in capture.records})
         return DryRunReport(
             straight,
             targets,
@@ -303,10 +327,14 @@ class Loader:
             DryRunAnswer(
                 refused=refused,
                 ignored=list(ignored),
-                absent=self._absent(list(ignored.items())),
-                missing=missing,
+                absent=[*absent, *dropped],
+                missing=lacking,
                 partial=_partial(capture.records, dict(fed)),
                 dtypes={r.name: dtype_name(r.dtype) for r in capture.records},
+                dropped=dropped,
+                kept=kept,
+                renames=self._renames(table, refused) if refused else (),
+                serves=self._serves(),
             ),
             elements,
             [(root, frozenset(names[id(root)])) for root in roots],

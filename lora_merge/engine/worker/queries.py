@@ -202,8 +202,9 @@ def unmap_source(worker: Worker, session: WorkerSession) -> None:
 
 @OPERATIONS.register
 def unserved_modules(worker: Worker, session: WorkerSession, modules: list[str]) -> dict[str, Any]:
-    """Return the modules that this engine cannot adapt, as `unserved`."""
-    return {"unserved": worker.unserved(modules)}
+    """Return the modules that this engine cannot adapt as `unserved`, and as `advice` which setting helps, in words."""
+    unserved, advice = worker.unserved(modules)
+    return {"unserved": unserved, "advice": advice}
 
 
 @OPERATIONS.register

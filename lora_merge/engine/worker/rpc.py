@@ -61,8 +61,9 @@ class Worker(Protocol):
     def settle(self, session: WorkerSession, weights: bool) -> None:
         """Remove adapters that do not belong to the weights any more; called when a push is over."""
 
-    def unserved(self, modules: Sequence[str]) -> list[str]:
-        """Return those modules (HF names) that the worker cannot adapt."""
+    def unserved(self, modules: Sequence[str]) -> tuple[list[str], str]:
+        """Return those modules (HF names) that the worker cannot adapt, and in words that follow them with what setting
+        it could; "" for none."""
 
     def load_adapter(self, tensors: Mapping[str, Tensor], rank: int) -> None:
         """Put an adapter in the place of the one before; scalings are in lora_B."""

@@ -49,7 +49,7 @@ class MegatronConversion(Conversion):
     def __init__(self) -> None:
         super().__init__(None, "")
 
-    def outputs(self, metas: Mapping[str, Tensor]) -> list[Made]:
+    def outputs(self, metas: Mapping[str, Tensor], stored: Mapping[str, Sequence[int]] | None = None) -> list[Made]:
         """Return the checkpoint tensors that parts, given as meta tensors, become.
 
         Raises:

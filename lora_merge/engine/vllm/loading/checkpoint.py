@@ -86,15 +86,19 @@ class Checkpoint:
                 )
         return {name: found[name].to(meta.dtype) for name, meta in wanted.items()}
 
-    def stored(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return those of some tensors that are there, as they are stored.
+    def stored(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Return those of some tensors that are there, on the CPU, as they are stored.
+
+        Args:
+            names: theirs; None for all.
 
         Raises:
             RuntimeError: the engine was not loaded from a checkpoint, or that has changed since.
         """
         loader = self._loader()
         self.check_unchanged()
-        found = {name: tensor for name, tensor in loader.get_all_weights(self._config, self._model) if name in names}
+        weights = loader.get_all_weights(self._config, self._model)
+        found = {name: tensor for name, tensor in weights if names is None or name in names}
         self.check_unchanged(read_by(loader))
         return found
 

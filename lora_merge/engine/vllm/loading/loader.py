@@ -8,22 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
 
+from ....names import renamed
 from ....stream.buckets import Slot, Table
 from ....stream.direct_targets import DirectTargets
+from ...messages import NO_PART
 from ...worker import loader
 from ...worker.dry_run import Capture, Record, feed
 from ...worker.loader import DryRunReport, everything
-from ...worker.modules import Modules, unwrapped, wrapped
+from ...worker.modules import Modules, unchanged, unwrapped, wrapped
 from .. import internals
+from . import parts
+from .checkpoint import Checkpoint
 from .compressed import Scheme, as_in_checkpoint, named_back, schemes_of
 from .direct import DirectComparison, DirectLayers
 from .formats import QuantisingPeers, bring_scales_back, method_of
 from .reload import Reload, on_meta, packed_kernels, same_layout
+from .rest import Rest, differing, outside
 
 _AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 """Methods that leave weights on a CUDA device as they were loaded."""
@@ -69,10 +76,12 @@ class Loader(loader.Loader):
         self._comparison: DirectComparison | None = None
         self._schemes: dict[str, Scheme] = {}  # by name of the stream; of any that came, as it depends on the model
         self._of_scales: list[Record] = []  # of the last dry run
+        self._rest = Rest()
+        self._renaming = False  # while names are tried
 
     def examine(self, digest: str, table: Table) -> DryRunReport:
         """Return the base's report, kept for as long as layers hold nothing else."""
-        if self._direct.outdated:
+        if self._direct.outdated or (self._examined is not None and self._rest_changed(self._examined[1])):
             self._examined = None
         return super().examine(digest, table)
 
@@ -127,7 +136,7 @@ class Loader(loader.Loader):
             self._schemes |= schemes
             capture, refused = super()._recorded(tensors, owners, as_in_checkpoint(fed, schemes))
             refused, self._of_scales = named_back(capture, refused, schemes, self._config.dtype)
-        return capture, refused | unfit
+        return capture, {name: parts.plainly(why) for name, why in refused.items()} | unfit
 
     def load_layers(
         self, report: DryRunReport, layers: Sequence[tuple[nn.Module, frozenset[str]]], tensor: Callable[[str], Tensor]
@@ -237,6 +246,67 @@ class Loader(loader.Loader):
                 parent._modules[key] = stage
         return sorted(refused.keys() | {record.name for record in capture.records})
 
+    def _left_out(self, names: Sequence[str]) -> list[str]:
+        return parts.left_out(self.model, names)
+
+    def _serves(self) -> str:
+        return str(next(iter(self._config.hf_config.architectures or ()), type(self.model).__name__))
+
+    def _renames(self, table: Table, refused: Mapping[str, str]) -> Sequence[Sequence[str]]:
+        """Try the names of narrower classes, where the model has no part that is called `model`."""
+        if self._renaming or not any(why.startswith(f"{NO_PART}'model'") for why in refused.values()):
+            return ()
+        self._renaming = True
+        try:
+            for renames in parts.NARROWER:
+                tried = tuple(tuple(_renamed(slot, renames) for slot in slots) for slots in table)
+                answer = self._dry_run(tried).answer
+                if not answer.refused and set(answer.ignored) <= set(answer.absent):
+                    return renames
+        finally:
+            self._renaming = False
+        return ()
+
+    def _kept(self, missing: Mapping[str, str], written: Collection[str]) -> tuple[list[str], list[str]]:
+        """Keep what lies outside of the language model where the stream has all of that, and nothing else."""
+        inside = parts.language_model(self.model)
+        if not missing or inside is None:
+            return super()._kept(missing, written)
+        if any(path.startswith(f"{inside}.") for path in missing) or not all(
+            path.startswith(f"{inside}.") for path in written
+        ):
+            return super()._kept(missing, written)
+        if not self._rest.same(held := outside(self.model, inside)):
+            if why := self._unlike_checkpoint(missing):
+                listed = ", ".join(f"{part} ({many})" for part, many in parts.parts_of(missing).items())
+                return [], [
+                    f"the parameters of {listed}, which the model here does not have, and which cannot stay as the "
+                    f"engine has them: {why}; push a {self._serves()}, which has them, or start the engine anew on its "
+                    "checkpoint"
+                ]
+            self._rest.note(held)
+        return sorted(missing), []
+
+    def _unlike_checkpoint(self, paths: Collection[str]) -> str:
+        """Return why parameters are not known to be what the engine loaded when it started; "" where they are."""
+        checkpoint = Checkpoint(get_current_vllm_config().load_config, self._config, self.model)
+        try:
+            tensors = checkpoint.stored()
+        except RuntimeError as error:
+            return str(error)
+        fed = [(name, torch.empty(t.shape, dtype=t.dtype, device="meta")) for name, t in tensors.items()]
+        modules = [module for _, module in self.model.named_modules()]
+        with self._as_loading(self._laid_anew()), unchanged(modules):
+            found = self._engine_tensors()
+            owners = {path: owner for path, (_, owner) in found.items()}
+            capture, _ = self._recorded({path: tensor for path, (tensor, _) in found.items()}, owners, fed)
+            return differing(capture.records, paths, tensors)
+
+    def _rest_changed(self, report: DryRunReport) -> bool:
+        """Return True if what a report leaves as it is has changed since it was compared."""
+        inside = parts.language_model(self.model) if report.answer.kept else None
+        return inside is not None and not self._rest.same(outside(self.model, inside))
+
     def _laid_anew(self) -> list[Any]:
         """Return the layers that vLLM processes after loading; the outermost where they nest."""
         tied = {id(layer) for layer in self._tied_layers()}
@@ -264,6 +334,10 @@ class Loader(loader.Loader):
                 tied.append(module)
             seen |= own
         return tied
+
+
+def _renamed(slot: Slot, renames: parts.Renames) -> Slot:
+    return replace(slot, name=renamed(slot.name, renames))
 
 
 def _as_loaded(method: Any) -> bool:
