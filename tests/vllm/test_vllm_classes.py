@@ -1,4 +1,5 @@
-"""A trainer's class that is wider than the engine's, and one that is narrower: what one has and the other lacks."""
+"""A trainer's class that is wider than the engine's, and one that is narrower: what one has and the other lacks. Their
+processors need torchvision, as of test_vllm_seen.py."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from vllm import LLM
 from lora_merge import PushRefused, VllmSync
 from lora_merge.verify import coverage
 
+pytest.importorskip("torchvision")
 sys.path.append(str(ROOT / "benchmarks"))
 from families import build
 from families_seen import SEEN
