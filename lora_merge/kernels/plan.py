@@ -168,6 +168,8 @@ class Plan:
 
 def check_rounding(rounding: Rounding, seed: int | None) -> None:
     """Raise `InvalidInput` unless the pair means something."""
+    if rounding == "nearest" and seed is None:
+        return
     check_choice("rounding", rounding, Rounding)
     if rounding == "stochastic" and seed is None:
         raise InvalidInput("rounding='stochastic' got seed=None: pass seed=, a whole number that draws the bits")

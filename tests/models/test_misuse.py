@@ -56,7 +56,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "scaling None": (lambda: merge_(WEIGHT, A, B, None), "scaling must be one real number, got None"),
     "scaling complex": (lambda: unmerge_(WEIGHT, A, B, 1j), "scaling must be one real number"),
     "two scalings": (lambda: merge_(WEIGHT, A, B, torch.ones(2)), "scaling must be one real number"),
-    "dtype a string": (lambda: merge(WEIGHT, A, B, 1.0, dtype="bf16"), "dtype must be bfloat16, .*'bf16'"),
+    "dtype another word": (lambda: merge(WEIGHT, A, B, 1.0, dtype="int8"), "dtype must be bfloat16, .*'int8'"),
     "no seed": (lambda: merge(WEIGHT, A, B, 1.0, rounding="stochastic"), "pass seed="),
     "a seed of 1.5": (lambda: merge(WEIGHT, A, B, 1.0, rounding="stochastic", seed=1.5), "seed must be a whole .*1.5"),
     "a seed of text": (lambda: merge(WEIGHT, A, B, 1.0, rounding="stochastic", seed="x"), "seed must be a whole .*'x'"),

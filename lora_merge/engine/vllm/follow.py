@@ -27,6 +27,7 @@ from operator import attrgetter
 from typing import Any
 
 from ...errors import InvalidInput
+from . import internals
 
 VARIABLE = "LORA_MERGE_FOLLOW"
 _log = logging.getLogger(__name__)
@@ -128,16 +129,14 @@ class Following:
 
 def install(url: str) -> None:
     """Have every `AsyncLLM` of this process follow a store; harmless when called twice."""
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    if getattr(AsyncLLM, _ATTRIBUTE, None) is not None:
+    engine, stepped = internals.AsyncLLM, internals.LLMEngine
+    if getattr(engine, _ATTRIBUTE, None) is not None:
         return
-    setattr(AsyncLLM, _ATTRIBUTE, url)
-    AsyncLLM.__init__ = _following(AsyncLLM.__init__)
-    AsyncLLM.add_request = _waiting(AsyncLLM.add_request)
-    AsyncLLM.shutdown = _ending(AsyncLLM.shutdown)
-    LLMEngine.__init__ = _warning(LLMEngine.__init__)
+    setattr(engine, _ATTRIBUTE, url)
+    engine.__init__ = _following(engine.__init__)
+    engine.add_request = _waiting(engine.add_request)
+    engine.shutdown = _ending(engine.shutdown)
+    stepped.__init__ = _warning(stepped.__init__)
 
 
 def switched_on() -> str:
