@@ -124,7 +124,13 @@ class Gloo:
         return self.Pending(self._group.broadcast([data], options))
 
     def send(self, data: Tensor, ranks: Sequence[int]) -> Gloo.Pending:
-        return self.Pending(*(self.Waited(self._group.send([data.clone()], rank, 0)) for rank in ranks))
+        return self.Pending(*(self.Waited(self._sent(data.clone(), rank)) for rank in ranks))
+
+    def _sent(self, data: Tensor, rank: int) -> Any:
+        """Send; return None where gloo says at once that the other has gone, of which NCCL knows nothing."""
+        with contextlib.suppress(RuntimeError):
+            return self._group.send([data], rank, 0)
+        return None
 
     def receive(self, data: Tensor) -> Gloo.Pending:
         return self.Pending(self.Waited(self._group.recv([data], 0, 0)))
@@ -137,7 +143,8 @@ class Gloo:
 
         def __init__(self, work: Any) -> None:
             self._done, self._work = False, work
-            threading.Thread(target=self._wait, daemon=True).start()
+            if work is not None:
+                threading.Thread(target=self._wait, daemon=True).start()
 
         def _wait(self) -> None:
             with contextlib.suppress(RuntimeError):  # aborted
