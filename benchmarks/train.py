@@ -408,7 +408,7 @@ def joined(records: Sequence[Record]) -> Record:
     if len(records) == 1:
         return records[0]
     cases = [case for record in records for case in record["cases"]]
-    return records[0] | {"command": [record["command"] for record in records], "cases": cases}
+    return records[0] | {"commands": [record["command"] for record in records], "cases": cases}
 
 
 def title(case: Record) -> str:

@@ -325,7 +325,8 @@ class Model(nn.Module):
 
 
 def loader(model: nn.Module) -> Loader:
-    return Loader(Modules(model), SimpleNamespace(dtype=torch.bfloat16), torch.device("cpu"))
+    config = SimpleNamespace(dtype=torch.bfloat16, hf_config=SimpleNamespace(architectures=["Modules"]))
+    return Loader(Modules(model), config, torch.device("cpu"))
 
 
 def test_what_attention_layers_keep_of_weights_is_made_again() -> None:
