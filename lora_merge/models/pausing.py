@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, ref
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from ..choices import Rounding
 from ..names import lineage
+from .delta import Delta
 
 _TUNER_LAYER = "peft.tuners.tuners_utils.BaseTunerLayer"
 
@@ -28,6 +29,9 @@ class Trained(Protocol):
 
     def hold(self) -> bool:
         """Merge the adapters as they are now; return False where none acts."""
+
+    def deltas(self) -> Sequence[Delta]:
+        """Return what the adapters add that are merged."""
 
 
 _trained: WeakKeyDictionary[nn.Module, ref[Trained]] = WeakKeyDictionary()

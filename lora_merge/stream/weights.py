@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -331,6 +331,12 @@ class MergedWeights:
                         yield slot.name, slot.view(data)
                         fill_next()  # only now: who loops over this held a tensor of the other buffer until it got one
                     del data
+
+    @contextmanager
+    def choice(self) -> Iterator[None]:
+        """Activate exactly the adapters of this stream for the time of a block, which reads the model."""
+        with self._opening, chosen(self.model, self.adapter_names):
+            yield
 
     def beside(self, *, adapters: bool = True) -> MergedWeights:
         """Return another stream of the same model and choice of adapters, as it lies in the base; for what a push

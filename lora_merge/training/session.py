@@ -15,6 +15,7 @@ from ..errors import InvalidInput
 from ..kernels.plan import untraced
 from ..merged_block import MergedBlock
 from ..models.claims import check_unread, is_read, let_read
+from ..models.delta import Delta
 from ..models.guards import guarded, refuse
 from ..models.live import Live, live
 from ..models.pausing import note_training
@@ -184,6 +185,14 @@ class Training:
         # What a pass reads stays as it lies; it asks again while it is under way.
         self._refresh(anew=self._merged is None or not is_read(self._merged.weights))
         return self._merged is not None
+
+    def deltas(self) -> list[Delta]:
+        """Return what the adapters add that are merged."""
+        busy, self._busy = self._busy, True  # what reads the model brings no base back
+        try:
+            return [] if self._merged is None else self._block.deltas()
+        finally:
+            self._busy = busy
 
     def close(self) -> None:
         """Bring the base back bit for bit, and let PEFT's own forward train from here on. May be called again."""

@@ -7,12 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from helpers import assert_same_bits
+from peft import LoraConfig
+from torch import Tensor, nn
 
-from lora_merge import MergedWeights
+from lora_merge import MergedWeights, train_merged
 from lora_merge.engine.messages import NO_PART
 from lora_merge.engine.push.left_out import refusal, sources_of, trained
 from lora_merge.engine.vllm.loading.parts import language_model, left_out, plainly
+from lora_merge.engine.vllm.loading.rest import differing
+from lora_merge.engine.worker.dry_run import Copy, Record
+from lora_merge.stream.window import Window
 
 
 class Mapper:
@@ -83,7 +88,8 @@ def test_reasons_without_lists() -> None:
 
 
 def test_what_of_it_is_trained() -> None:
-    """lora_B of zeros adds nothing yet; a parameter that requires a gradient is trained."""
+    """lora_B of zeros adds nothing yet; a parameter that requires a gradient is trained. It is the same inside of
+    `train_merged`, and for adapters that are named and do not act."""
     from models import qwen2, with_lora
 
     model: Any = with_lora(qwen2)
@@ -100,7 +106,38 @@ def test_what_of_it_is_trained() -> None:
     model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight.requires_grad_(True)
     writer = weights.bucket_writer()
     assert trained(weights, writer, sources) == names
+    model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight.requires_grad_(False)
+    with train_merged(model):
+        weights = MergedWeights(model)
+        before = {name: tensor.clone() for name, tensor in weights}
+        writer = weights.bucket_writer()
+        assert trained(weights, writer, sources) == names[1:]
+        for name, tensor in weights:
+            assert_same_bits(tensor, before[name], name)
+    model.add_adapter("another", LoraConfig(target_modules=["k_proj"], init_lora_weights=False))
+    model.set_adapter("another")
+    weights = MergedWeights(model, adapter_names=["default"])
+    assert trained(weights, weights.bucket_writer(), sources) == names[1:], "of the stream, not those that act"
+    assert model.active_adapter == "another"
     assert refusal(names, "Engine").startswith(
         f"{names[0]} (and 1 more) is trained, and the engine's class (Engine) has"
     )
     assert "disable_talker" in refusal(["talker.head.weight"], "Engine")
+
+
+def test_a_tower_that_another_push_has_changed() -> None:
+    """Adapters on large linears change none of the small tensors."""
+    stored = {"norm": torch.ones(8), "linear": torch.randn(512, 256)}
+    held = {name: tensor.to(torch.bfloat16) for name, tensor in stored.items()}
+
+    def record(name: str, tensor: Tensor) -> Record:
+        window = Window((0,) * tensor.dim(), tuple(tensor.shape), tuple(range(tensor.dim())))
+        return Record(name, f"tower.{name}", tensor.dtype, Copy(tensor, window, 0, tensor.stride()))
+
+    records = [record(name, tensor) for name, tensor in held.items()]
+    paths = {record.path for record in records}
+    assert differing(records, paths, stored) == ""
+    held["linear"][300, 7] += 1
+    assert differing(records, paths, stored).startswith("tower.linear is not what the engine's checkpoint holds")
+    assert differing(records, {"tower.norm"}, stored) == ""
+    assert "none of its tensors" in differing(records, {"tower.packed"}, stored)

@@ -20,11 +20,12 @@ def sources_of(writer: BucketWriter, names: Collection[str]) -> dict[str, str]:
 
 
 def trained(weights: MergedWeights, writer: BucketWriter, sources: Collection[str]) -> list[str]:
-    """Return which of some parameters training changes: adapters that act add something to them, or they require a
+    """Return which of some parameters training changes: the stream's adapters add something to them, or they require a
     gradient. Collective over the ranks of the model."""
-    model = live(weights.model, as_it_lies=weights.as_it_lies)
-    _, deltas = model.adapters()
-    adapted = {delta.name for delta in deltas if delta.name in sources and _adds(delta)}
+    with weights.choice():
+        model = live(weights.model, as_it_lies=weights.as_it_lies)
+        deltas = model.adapters()[1] if model.reader is None else model.reader.deltas()
+        adapted = {delta.name for delta in deltas if delta.name in sources and _adds(delta)}
     parts = {name: part for name, part in writer.source.parts.items() if name in sources}
     learning = Learning((module for _, module in model.modules()), brought(weights.model))
     found = learning.names(parts, writer.ranks, buffers=False)
