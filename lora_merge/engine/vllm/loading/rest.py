@@ -1,8 +1,9 @@
 """Parameters that a push leaves as the engine has them: towers, where the trainer's class is the language model alone.
 
-They have to be what the engine loaded from its checkpoint: random ones (load_format="dummy"), or what sleep at level 2
-has thrown away, would be served. Small tensors are compared with the files once; after that a sample of all shows
-changes.
+They have to be what the engine loaded from its checkpoint: random ones (load_format="dummy"), what sleep at level 2
+has thrown away, or the tower that another trainer has pushed would be served. Tensors that lie as they were loaded are
+compared with the files once, every element, as a push of adapters on large linears leaves all small tensors as they
+were; after that a sample of all shows changes.
 """
 
 from __future__ import annotations
@@ -15,9 +16,6 @@ from torch import Tensor, nn
 
 from ...fingerprint import Sampler
 from ...worker.dry_run import Record
-
-_SMALL = 1 << 16
-"""Elements of a tensor of which all are compared."""
 
 
 class Rest:
@@ -52,7 +50,7 @@ def differing(records: Sequence[Record], paths: Collection[str], tensors: Mappin
     compared = 0
     for record in records:
         copy = record.copy
-        if record.path not in paths or copy is None or copy.destination.is_meta or copy.destination.numel() > _SMALL:
+        if record.path not in paths or copy is None or copy.destination.is_meta:
             continue
         flat: Any = tensors[record.name].contiguous().view(-1)
         wanted = flat[copy.offset :].as_strided(copy.destination.shape, copy.stride).to(copy.destination.dtype)
@@ -62,4 +60,4 @@ def differing(records: Sequence[Record], paths: Collection[str], tensors: Mappin
                 "changed it since the engine was started)"
             )
         compared += 1
-    return "" if compared else "none of its small tensors lies in the engine as in the checkpoint, to be compared"
+    return "" if compared else "none of its tensors lies in the engine as in the checkpoint, to be compared"
