@@ -12,18 +12,20 @@ import pytest
 import torch
 from workers import hello, worker
 
-from lora_merge import PushFailed, PushRefused
+from lora_merge import MergedWeights, PushFailed, PushRefused
 from lora_merge.engine.configs import computing, differences
 from lora_merge.engine.control.base import Control
 from lora_merge.engine.control.calls import drive, side_by_side, together, while_alive
 from lora_merge.engine.messages import NO_PART, TIED, DryRunAnswer, SharedExperts
 from lora_merge.engine.push.channels import Trainer
+from lora_merge.engine.push.compatibility import Answers, CompatibilityCheck
 from lora_merge.engine.push.evaluation import evaluate
 from lora_merge.engine.push.introduction import hello as introduce
 from lora_merge.engine.push.replica import Replica, check_apart, check_whole, engines_of, fail_together, failure
 from lora_merge.engine.state import State, change
 from lora_merge.names import renamed
 from lora_merge.shards.ranks import Ranks
+from lora_merge.stream.bucket_writer import BucketWriter
 from lora_merge.stream.buckets import Meta
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -86,6 +88,24 @@ def test_names_of_another_class_are_one_line() -> None:
     assert renamed("model.layers.0.weight", renames) == "model.language_model.layers.0.weight"
     assert renamed("lm_head.weight", renames) == "lm_head.weight"
     assert renamed("lm_head.weight", (("", "thinker."),)) == "thinker.lm_head.weight"
+
+
+def test_what_stays_is_told_of_each_stream() -> None:
+    """Also where another stream was asked about meanwhile, and engines that hold nothing more."""
+    model = torch.nn.Linear(2, 2, bias=False)
+    merged, base = MergedWeights(model), MergedWeights(model)
+    wide, narrow = (found(taken="", ignored=[], kept=kept) for kept in (["tower.weight"], []))
+
+    class Asked(CompatibilityCheck):
+        async def _ask(self, weights: MergedWeights, *_: Any) -> tuple[BucketWriter, Answers]:
+            self._results = {"wide": wide, "narrow": narrow}
+            writer = weights.bucket_writer()
+            return writer, Answers(writer.digest, (("engine 0", ("wide" if weights is merged else "narrow",)),))
+
+    check = Asked(Trainer([], Ranks(None)))
+    for weights, kept in ((merged, ("tower.weight",)), (base, ()), (merged, ("tower.weight",))):
+        drive(check(weights, []))
+        assert check.kept == kept
 
 
 def test_what_makes_tied_weights_differ() -> None:

@@ -41,8 +41,8 @@ class CompatibilityCheck:
         self._trainer = trainer
         self._results: dict[str, DryRunAnswer] = {}
         """Results of dry runs, by digest; the same on every rank."""
-        self._fitted: dict[MergedWeights, Answers] = {}
-        """The engines' answers about each stream when it fitted last."""
+        self._fitted: dict[MergedWeights, tuple[Answers, tuple[str, ...]]] = {}
+        """The engines' answers about each stream when it fitted last, and what it then left as they have it."""
         self._found: dict[int, list[str]] = {}
         """Of each replica that was asked last, the digests of its workers' dry runs."""
         self._dropped: dict[MergedWeights, tuple[dict[str, str], str]] = {}
@@ -54,7 +54,7 @@ class CompatibilityCheck:
 
     def known(self, weights: MergedWeights) -> list[str]:
         """Return the digest of the stream as it fitted last, if it ever did."""
-        return [self._fitted[weights].stream] if weights in self._fitted else []
+        return [self._fitted[weights][0].stream] if weights in self._fitted else []
 
     def recipients(self) -> Recipients:
         """Return which workers take which tensors of the stream that was checked last."""
@@ -84,7 +84,9 @@ class CompatibilityCheck:
         for last in (False, False, False, True):
             writer, answers = await self._ask(weights, replicas, read)
             read = None
-            if self._fitted.get(weights) == answers:  # as at the push before: evaluating reads every name
+            before = self._fitted.get(weights)
+            if before is not None and before[0] == answers:  # as at the push before: evaluating reads every name
+                self.kept = before[1]
                 await self._check_left_out(weights, writer)
                 return writer
             found = {engine: [self._results[digest] for digest in workers] for engine, workers in answers.workers}
@@ -101,8 +103,7 @@ class CompatibilityCheck:
             if not choice.left_out and all(
                 meta.dtype == choice.dtypes.get(name, meta.dtype) for name, meta in metas(writer.table).items()
             ):
-                self._fitted[weights] = answers
-                self.kept = choice.kept
+                self._fitted[weights], self.kept = (answers, choice.kept), choice.kept
                 await self._check_left_out(weights, writer)
                 return writer
             self._note_dropped(weights, writer, choice)
