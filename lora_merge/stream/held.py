@@ -69,7 +69,6 @@ class HeldWriter(BucketWriter):
 
     def _together(self, index: int, buffer: Tensor) -> None:
         sends, receives = self._sends[index], [extent(slots) for slots in self._comes[index]]
-        self._came = torch.empty(sum(receives), dtype=torch.uint8, device=self.device)
         self.ranks.all_to_all(self._came, receives, buffer[: sum(sends)], sends)
 
     @outside_inference_mode
@@ -100,6 +99,7 @@ class HeldWriter(BucketWriter):
                 with self.ranks.vote("a pass over the weights"):
                     if not self._idle:
                         self._idle = [room(self.capacity, self.device)]
+                    self._came = room(sum(map(extent, self._comes[index])), self.device)
                 with self.ranks.vote("a pass over the weights"):
                     self.fill(index, self._idle[0], run, source)
                     wholes = self._unpack(index)
