@@ -222,7 +222,10 @@ class EngineSync(Pusher):
         _check_served(self._weights, mode)
         if self.sharing is not None:
             self.sharing.lay_again()
-        return await super()._push(mode, verify)
+        report = await super()._push(mode, verify)
+        if self.sharing is not None:
+            self.sharing.pushed()
+        return report
 
 
 def _check_served(weights: MergedWeights, mode: str) -> None:

@@ -38,6 +38,11 @@ class KeptSync:
             self._model = model
         return self.sync
 
+    @property
+    def written(self) -> bool:
+        """Whether the trainer has written since the last push to weights that it shares with the engine."""
+        return self.sync is not None and self.sync.sharing is not None and self.sync.sharing.written
+
     def close(self) -> None:
         """Free buffers and handles. Collective."""
         sync, self.sync, self._model = self.sync, None, None

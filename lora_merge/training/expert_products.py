@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 Multiply: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -103,6 +104,7 @@ class Product(torch.autograd.Function):
         return multiply(x, weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, ends, *factors = ctx.saved_tensors
         found: list[Tensor | None] = []

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 
 from ..errors import InvalidInput
@@ -34,6 +35,7 @@ class Carried(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.ready()
         return dy, dy.to(ctx.dtype), None

@@ -86,6 +86,8 @@ class Acting:
         # A unit of FSDP2's own is gathered after this. What is asked here has one answer whenever a layer is called:
         # gradient checkpointing compares what is kept.
         plain = plain and not fsdp2.is_unit(type(self.layer))
+        # Hooks of others come after this one, and may give the layer another input.
+        plain = plain and len(self.layer._forward_pre_hooks) == 1
         halves = [_halves(self.layer, adapter) for adapter in self.adapters] if plain else []
         if not all(_is_at_hand(half) for pair in halves for half in pair):
             return x, []

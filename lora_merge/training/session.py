@@ -28,7 +28,7 @@ from .check import acting_layers, check_trainable, tops
 from .dora import with_rows, zero_rows
 from .experts import Holders
 from .layers import Acting, layers_of
-from .straight import Held
+from .straight import Held, this_backward
 from .values import Values
 
 _VERSION = attrgetter("_version")
@@ -378,7 +378,7 @@ class Training:
         if not self._busy and self._outermost is None and not self._elsewhere():
             now = self._merged
             # What gradient checkpointing calls again in a backward pass is to be what it was.
-            if now is None or (not _in_backward() and now.may_be_written):
+            if now is None or (this_backward() == -1 and now.may_be_written):
                 self._refresh()
         if self._merged is None or not torch.is_grad_enabled() or self._layers[layer].cut or not args:
             return None
@@ -433,12 +433,6 @@ def _state(layers: dict[nn.Module, Acting]) -> tuple[Any, ...]:
     """Return what tells one state of the adapters from another."""
     facts: list[Any] = [(id(layer), found.adapters, found.scalings) for layer, found in layers.items()]
     return *facts, *((id(p), p._version) for found in layers.values() for p in found.parameters)
-
-
-def _in_backward() -> bool:
-    """Return True if this thread runs a backward pass."""
-    found: int = torch._C._current_graph_task_id()
-    return found != -1
 
 
 def _nothing() -> None:

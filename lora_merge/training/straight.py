@@ -10,6 +10,8 @@ in the dtype of the factors. As in mixed precision, these move by less than a st
 have moved far enough. The norm counts as a constant (Liu et al. 2024, section 4.3), as in PEFT:
 
     dmagnitude = sum(dy * y) / magnitude
+
+Nobody may differentiate such a backward pass (`create_graph`): that W' depends on the factors is not in its graph.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .products import dots, factor_gradients, times
@@ -81,6 +84,7 @@ class Linear(torch.autograd.Function):
         return _passed(y)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.ready()
         x, lora_A, lora_B = ctx.saved_tensors
@@ -89,9 +93,15 @@ class Linear(torch.autograd.Function):
 
 
 class Held:
-    """The gradient of a layer's output, on its way from `Output` to `Input`."""
+    """The gradient of a layer's output, on its way from `Output` to `Input`, in one backward pass.
+
+    Attributes:
+        dy: the gradient.
+        backward: PyTorch's number of the pass that has computed it.
+    """
 
     dy: Tensor | None = None
+    backward = -1
 
 
 class Input(torch.autograd.Function):
@@ -110,12 +120,16 @@ class Input(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, lora_A, lora_B)
         ctx.held, ctx.scaling = held, scaling
-        return _passed(x)
+        # Who changed this view in place would change what the layers before have kept: PyTorch refuses that.
+        return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
         dy, ctx.held.dy = ctx.held.dy, None
-        assert dy is not None
+        if dy is None or ctx.held.backward != this_backward():
+            # A hook has kept the layer's input, which is differentiated in this pass and the output is not.
+            return None, dx, None, None, None, None
         x, lora_A, lora_B = ctx.saved_tensors
         return None, dx, *_of_linear(dy, x, lora_A, lora_B, ctx.scaling, None, ctx.needs_input_grad[2:5]), None
 
@@ -134,10 +148,11 @@ class Output(torch.autograd.Function):
         return _passed(y)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.ready()
         for one in ctx.held:
-            one.dy = dy
+            one.dy, one.backward = dy, this_backward()
         return dy, None, None
 
 
@@ -184,6 +199,7 @@ class Embedding(torch.autograd.Function):
         return _passed(y)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.ready()
         ids, lora_A, lora_B = ctx.saved_tensors
@@ -221,6 +237,7 @@ class Recomputed(torch.autograd.Function):
         return _passed(y)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.ready()
         x, *parameters = ctx.saved_tensors
@@ -261,6 +278,7 @@ class Magnitude(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.ready()
         y, magnitude, bias, x = ctx.saved_tensors
@@ -296,6 +314,7 @@ class EmbeddingRows(torch.autograd.Function):
         return _passed(y)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.ready()
         ids, values, index = ctx.saved_tensors
@@ -329,6 +348,7 @@ class LinearRows(torch.autograd.Function):
         return _passed(y)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.ready()
         x, values, index = ctx.saved_tensors
@@ -336,6 +356,12 @@ class LinearRows(torch.autograd.Function):
             some = _matrix(dy)[:, index].to(values.dtype)
             found = times(_matrix(x).t(), some).t()
         return dy, None, found, None, None
+
+
+def this_backward() -> int:
+    """Return PyTorch's number of the backward pass that this thread runs; -1 if it runs none."""
+    found: int = torch._C._current_graph_task_id()
+    return found
 
 
 def embed_scaled(rows: Tensor, base: Any) -> Tensor:

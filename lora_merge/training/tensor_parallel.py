@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..names import innermost
 from ..shards import fsdp2
@@ -48,6 +49,7 @@ class Linear(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.ready()
         x, lora_A, lora_B = ctx.saved_tensors

@@ -330,6 +330,13 @@ def on_meta(model: Any, llm: Any) -> None:
         assert_answers(ask(llm), policy)
         sync.close(meta=True)
     assert {p.device.type for p in base_of(policy)} == {"meta"}
+    dropping = never_loaded()
+    for module in dropping.modules():
+        if hasattr(module, "lora_dropout"):
+            module.lora_dropout["default"] = nn.Dropout(0.1)
+    with pytest.raises(InvalidInput, match=r"lora_dropout=0\.1"):
+        VllmSync(dropping, llm, share=True)
+    assert {p.device.type for p in dropping.parameters()} == {"meta"}, "nothing was made or moved"
     with torch.device("meta"):
         wholly = policy_of(engines.qwen2())
     with pytest.raises(InvalidInput, match="is on meta, and the engine does not keep it as the trainer has it"):

@@ -22,6 +22,7 @@ from ...errors import InvalidInput, PushRefused
 from ...kernels.segments import raw
 from ...shards.layout import Layout
 from ...stream.bucket_writer import BucketWriter
+from ...training.check import check_trainable
 from ...training.layers import layers_of
 from ...training.session import Training
 from ..control.base import Control
@@ -71,13 +72,15 @@ class Sharing:
         ends: called, last first, when the sharing ends.
 
     Raises:
-        InvalidInput: the engine holds other weights than the trainer, or none of them can be shared. The model is as
-            it was.
+        InvalidInput: the engine holds other weights than the trainer, or none of them can be shared.
+        InvalidInput, UnsupportedAdapter: the model cannot be trained on merged weights.
+            In both cases the model is as it was.
     """
 
     def __init__(
         self, model: nn.Module, writer: BucketWriter, lent: Lent, rounding: Rounding, *, replaced: str = ""
     ) -> None:
+        check_trainable(model, rounding)  # before anything is moved
         self.apart: Counter[str] = Counter()
         self.ends = ExitStack()
         apart: dict[int, Apart] = {}
@@ -106,6 +109,15 @@ class Sharing:
         # Of an engine that is dirty already it says nothing new.
         self._loan, self._returns = lent.loan, not replaced and not self.apart
         self.training.before_write = partial(lent.loan.overwritten, IN_TRAINING)
+
+    @property
+    def written(self) -> bool:
+        """Whether the trainer has written to the weights since its last push: a reference pass, or a new merge."""
+        return self._loan.written
+
+    def pushed(self) -> None:
+        """Note that a push has ended well."""
+        self._loan.written = False
 
     def lay_again(self) -> None:
         """Let parameters lie in the engine again that were moved since, as trainers do when they wrap a model. One

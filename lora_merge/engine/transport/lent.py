@@ -20,14 +20,16 @@ class Loan:
 
     Attributes:
         ended: whether the trainer has weights of its own again.
+        written: whether the trainer has written to the weights since its last push.
     """
 
     def __init__(self, owner: str, overwritten: Callable[[str], None], returned: Callable[[], None]) -> None:
-        self.owner, self.ended = owner, False
+        self.owner, self.ended, self.written = owner, False, False
         self._overwritten, self._returned = WeakMethod(overwritten), WeakMethod(returned)
 
     def overwritten(self, reason: str) -> None:
         """Note that the engine is dirty until the next push, before the trainer writes to its weights."""
+        self.written = True
         note = self._overwritten()
         if note is not None:
             note(reason)

@@ -60,6 +60,11 @@ class Colocated:
         SleepsShared(self._engine.engine, sync)
         return sync.sharing.training
 
+    @property
+    def written(self) -> bool:
+        """Whether the trainer has written since the last push to weights that it shares with the engine."""
+        return self._kept.written
+
     def push(self, model: Any) -> SyncReport:
         """Bring the model as it is now into every rank's engine. Collective.
 
@@ -92,6 +97,9 @@ class Served:
         load: sends some tensors; swift's `_load_state_dict_to_vllm`.
         finish: called when all are there, on the rank that talks to the server; None on the others.
     """
+
+    written = False
+    """Nothing is shared."""
 
     def __init__(
         self, load: Callable[[Mapping[str, Tensor]], object], finish: Callable[[], object] | None, options: Options

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...errors import InvalidInput, PushRefused
+from ...errors import InvalidInput, PushRefused, UnsupportedAdapter
 from ..compat import TrainerRefused, off
 from ..metrics import both_float32
 from ..options import Options
@@ -27,6 +27,7 @@ _USED = {
         "_move_adapter_to_vllm",
         "_load_state_dict_to_vllm",
         "_prepare_vllm_engine",
+        "_fast_infer",
         "_engine_infer",
         "_prepare_batch_inputs",
         "offload_model",
@@ -70,7 +71,7 @@ class Pushing(Pushes):
         assert isinstance(self._lora_merge, Colocated)
         try:
             return TrainsShared(self._lora_merge.share(self.model))
-        except (InvalidInput, PushRefused) as error:
+        except (InvalidInput, PushRefused, UnsupportedAdapter) as error:
             raise TrainerRefused(f"{error}. {off('ms-swift')}") from error
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -104,6 +105,13 @@ class Pushing(Pushes):
                 return super()._prepare_vllm_engine()
         finally:
             model.model_info = known
+
+    def _fast_infer(self, samples: Any) -> Any:
+        if self._lora_merge.written:
+            # swift syncs once between two optimizer steps, whatever the trainer has done since with weights that both
+            # share: reference passes, evaluations.
+            self._last_loaded_step = -1
+        return super()._fast_infer(samples)
 
     def _engine_infer(self, *args: Any, **kwargs: Any) -> Any:
         self._lora_merge.check()

@@ -49,11 +49,14 @@ class Prompts:
             texts.extend([rendered] if isinstance(rendered, str) else rendered)
             return render(*args, **options)
 
+        own = vars(processor).get("apply_chat_template")  # a user's
         processor.apply_chat_template = noted
         try:
             found = type(self._trainer)._tokenize_prompts(self._trainer, prompts)
         finally:
             del processor.apply_chat_template
+            if own is not None:
+                processor.apply_chat_template = own
         expanded, images = found[:2]
         seen = images is not None and len(texts) == len(expanded)
         self._known = {tuple(ids): self._plain(text) for ids, text in zip(expanded, texts, strict=True)} if seen else {}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...engine.push.replica import SyncReport
-from ...errors import InvalidInput, PushRefused
+from ...errors import InvalidInput, PushRefused, UnsupportedAdapter
 from ...stream.buckets import dtype_of
 from ...stream.weights import MergedWeights
 from ..compat import TrainerRefused
@@ -157,7 +157,7 @@ class Colocated(Rollout):
         llm = self.generation.llm
         try:
             sync = self._kept.of(self.model, llm, self.options)
-        except (InvalidInput, PushRefused) as error:
+        except (InvalidInput, PushRefused, UnsupportedAdapter) as error:
             raise TrainerRefused(f"{error}. {OFF}") from error
         assert sync.sharing is not None
         self._sleeps = SleepsShared(llm, sync)
@@ -207,7 +207,9 @@ class Colocated(Rollout):
         """
         if lora_request is not None:
             raise InvalidInput(f"the engine serves the policy, and no {lora_request}: leave lora_request out")
-        if not self._synced:
+        # TRL syncs once between two optimizer steps, whatever the trainer has done since with weights that both share:
+        # reference passes, evaluations.
+        if not self._synced or self._kept.written:
             self.sync_weights()
         sync, llm = self._kept.sync, self.generation.llm
         assert sync is not None

@@ -148,8 +148,11 @@ def test_one_copy(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def watch(trainer: Any) -> None:
         assert not apart(trainer.model, trainer.engine)
 
-    line = arguments("grpo", base, tmp_path, max_steps="3", beta="0.1", gradient_accumulation_steps="2")
-    with training(line, watch) as trainer:
+    steps = {"max_steps": "3", "beta": "0.1", "gradient_accumulation_steps": "2"}
+    # swift syncs once between two steps, and reference passes have the base in between.
+    evaluations = {"split_dataset_ratio": "0.5", "eval_strategy": "steps", "eval_steps": "1"}
+    evaluations["per_device_eval_batch_size"] = "4"
+    with training(arguments("grpo", base, tmp_path, **steps, **evaluations), watch) as trainer:
         assert trainer.state.global_step == 3
         assert not apart(trainer.model, trainer.engine)
         assert_untouched(trainer.model, base)

@@ -24,6 +24,7 @@ from vllm import SamplingParams
 import lora_merge.integrations.trl as lm
 from lora_merge import MergedWeights
 from lora_merge.integrations.metrics import PolicyGap
+from lora_merge.integrations.trl.prompts import Prompts
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 no_leftovers = engines.no_leftovers
@@ -130,3 +131,29 @@ def test_prompts_that_are_expanded_already(trainer_of: Callable[..., GRPOTrainer
     rollout.detach()
     assert "_tokenize_prompts" not in vars(trainer)
     assert "apply_chat_template" not in vars(trainer.processing_class)
+
+
+def test_a_template_of_a_users_own() -> None:
+    """A method that somebody has put on the processor is there after prompts were noted."""
+
+    class Processor:
+        tokenizer = None
+
+        def apply_chat_template(self, *args: Any, **options: Any) -> str:
+            return "own"
+
+    class Trainer:
+        _is_vlm = True
+        processing_class = Processor()
+
+        def _tokenize_prompts(self, prompts: Any) -> Any:
+            return [self.processing_class.apply_chat_template(prompt) for prompt in prompts], None
+
+    trainer: Any = Trainer()
+    noted = Prompts(trainer, None)
+    noted.install()
+    assert trainer._tokenize_prompts(["a"]) == (["own"], None)
+    assert not vars(trainer.processing_class)
+    trainer.processing_class.apply_chat_template = users = lambda *args, **options: "user's"
+    assert trainer._tokenize_prompts(["a"]) == (["user's"], None)
+    assert trainer.processing_class.apply_chat_template is users

@@ -195,6 +195,18 @@ def test_one_copy(trainer_of: TrainerOf, monkeypatch: pytest.MonkeyPatch) -> Non
     assert changed(trainer.model, before) == 0
 
 
+def test_one_copy_evaluates(trainer_of: TrainerOf) -> None:
+    """Between two steps TRL asks the engine several times after one sync; reference passes, and what follows an
+    evaluation, have the base in between."""
+    trainer = trainer_of(beta=0.1, max_steps=2, per_device_eval_batch_size=4)
+    trainer.eval_dataset, trainer.args.eval_strategy, trainer.args.eval_steps = prompts(4), "steps", 1
+    rollout = lm.attach(trainer, share=True, check=True)
+    assert rollout is not None
+    trainer.train()
+    assert_all_ratios(trainer, 2)
+    rollout.detach()
+
+
 def base_of(trainer: GRPOTrainer) -> Path:
     return Path(trainer.model.get_base_model().config._name_or_path)
 

@@ -1,0 +1,107 @@
+"""What others hang on layers that are trained on merged weights, and backward passes that are no ordinary ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lora_merge import train_merged
+from tests.training.test_formulas import assert_close, gradients
+
+X = torch.linspace(-1, 1, 24).view(4, 6)
+
+
+class Three(nn.Module):
+    """Three layers, the one in the middle called twice."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+        self.checkpointed = checkpointed
+
+    def rest(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(torch.tanh(self.middle(torch.tanh(self.middle(x)))))
+        return y
+
+    def forward(self, x: Tensor) -> Any:
+        x = torch.tanh(self.first(x))
+        return checkpoint(self.rest, x, use_reentrant=False) if self.checkpointed else self.rest(x)
+
+
+def adapted(checkpointed: bool = False) -> Any:
+    torch.manual_seed(0)
+    model = get_peft_model(Three(checkpointed), LoraConfig(r=2, target_modules=["first", "middle", "last"]))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def layer_of(model: Any, name: str) -> nn.Module:
+    layer: nn.Module = model.base_model.model.get_submodule(name)
+    return layer
+
+
+def assert_as_peft(run: Callable[[Any], None], checkpointed: bool = False) -> None:
+    """Check that gradients are those of PEFT's forward."""
+    model, plain = adapted(checkpointed), adapted(checkpointed)
+    run(plain)
+    with train_merged(model):
+        run(model)
+    assert_close(gradients(model), {n: g.double() for n, g in gradients(plain).items()}, 1e-4)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("change", [lambda x: 3 * x, lambda x: x.detach(), lambda x: x.detach().requires_grad_()])
+def test_hooks_that_change_an_input(change: Callable[[Tensor], Tensor], checkpointed: bool) -> None:
+    """Adapters get the gradients of the input that the layer has computed with."""
+
+    def run(model: Any) -> None:
+        layer_of(model, "middle").register_forward_pre_hook(lambda module, args: (change(args[0]),))
+        model(X).square().sum().backward()
+
+    assert_as_peft(run, checkpointed)
+
+
+@pytest.mark.parametrize("before", ["nothing", "all of it", "the end"])
+def test_hooks_that_keep_an_input(before: str) -> None:
+    """It is differentiated without the layer's output, perhaps after a backward pass through that."""
+
+    def run(model: Any) -> None:
+        kept: list[Tensor] = []
+        layer_of(model, "last").register_forward_hook(lambda module, args, output: kept.extend((args[0], output)))
+        loss = model(X).square().sum()
+        if before == "all of it":
+            loss.backward(retain_graph=True)
+        elif before == "the end":
+            torch.autograd.grad(loss, kept[1], retain_graph=True)
+        kept[0].square().sum().backward()
+
+    assert_as_peft(run)
+
+
+def test_gradients_of_some_tensors() -> None:
+    def run(model: Any) -> None:
+        x = X.clone().requires_grad_()
+        loss = model(x).square().sum()
+        for tensor in (x, *(p for p in model.parameters() if p.requires_grad)):
+            (tensor.grad,) = torch.autograd.grad(loss, tensor, retain_graph=True)
+        loss.backward()
+
+    assert_as_peft(run)
+
+
+def test_a_backward_pass_is_not_differentiated() -> None:
+    """It would lack that merged weights depend on adapters."""
+    model, x = adapted(), X.clone().requires_grad_()
+    with train_merged(model):
+        loss = model(x).square().sum()
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.square().sum().backward()
