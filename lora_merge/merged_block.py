@@ -206,6 +206,16 @@ class MergedBlock:
         finally:
             found.off()
 
+    def deltas(self) -> list[Delta]:
+        """Return what the adapters add that are merged. Every rank calls it, as it reads the model."""
+        found = self._found
+        assert found is not None
+        found.on()
+        try:
+            return list(live(self._model).adapters()[1])
+        finally:
+            found.off()
+
     def _prepare(self, known: _Known, outside: _Outside) -> _Known:
         """Return what `remerge` runs: `others` are what comes in the place of what is merged."""
         made = _made(outside.model, outside.deltas, outside.jobs, self._strategy, self._rounding)
