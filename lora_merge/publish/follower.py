@@ -279,9 +279,9 @@ def silent_for(said: dict[str, Any]) -> float:
     """Return the seconds since a follower has said this."""
     try:
         at = datetime.fromisoformat(str(said.get("at", "")).replace("Z", "+00:00"))
-    except ValueError:
+        return max((datetime.now(UTC) - at).total_seconds(), 0.0)
+    except (ValueError, TypeError, OverflowError):  # no time, or one without its zone
         return float("inf")
-    return max((datetime.now(UTC) - at).total_seconds(), 0.0)
 
 
 def to_stderr(line: str) -> None:
