@@ -197,7 +197,8 @@ class Publisher:
                 "modules: publish into a store of its own"
             )
         _check_key(self._store, newest)
-        return _free_number(self._store), None if newest is None else newest.version
+        number = max(_free_number(self._store), (self._last or 0) + 1)  # stores may list the last one late
+        return number, None if newest is None else newest.version
 
     def _check_last(self) -> Manifest | None:
         """Return the newest version's manifest; raise `PushRefused` unless it is one of this publisher's, be it one of

@@ -76,8 +76,12 @@ class Store:
     def newest(self) -> Iterator[int]:
         """Yield the versions that are visible, the newest first."""
         for number in reversed(self.numbers()):
-            if self.folder is not None or self.fs.exists(self._path(number, MANIFEST)):
+            if self.folder is not None or self.has(number):
                 yield number
+
+    def has(self, version: int) -> bool:
+        """Return True while a version is visible."""
+        return bool(self.fs.exists(self._path(version, "" if self.folder is not None else MANIFEST)))
 
     def manifest(self, version: int) -> Manifest:
         """Return the manifest of a version.
