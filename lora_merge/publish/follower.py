@@ -133,6 +133,7 @@ class Follower:
         report, serves = None, None
         for manifest in self._newest():
             if (held.kind, held.adapter) != ("merged", manifest.name):
+                self._note_other(held, manifest)
                 try:
                     report = self._load(manifest)
                 except (InvalidInput, UnsupportedAdapter) as error:
@@ -223,6 +224,15 @@ class Follower:
         """Raise `_Removed` if a version that could not be read is no longer in the store."""
         if not self._store.has(version):
             raise _Removed(f"{self._store.where(version)} was removed while it was read: {error}") from error
+
+    def _note_other(self, held: State, manifest: Manifest) -> None:
+        """Tell what else has brought an adapter into the engine: two followers of two stores go on for ever."""
+        other = held.adapter if held.kind == "merged" else ""
+        if self.serves and other and not other.startswith(f"{manifest.run}@"):
+            self._told(
+                f"{self._name}: something else has loaded {other} into the engine (a follower of another store, or "
+                f"load_adapter); {manifest.name} takes its place"
+            )
 
     def _load(self, manifest: Manifest) -> SyncReport:
         folder = self._store.fetch(manifest, Path(self._cache.name))

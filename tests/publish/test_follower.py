@@ -133,3 +133,17 @@ def test_a_version_is_taken_as_soon_as_it_is_all_there(tmp_path: Path, monkeypat
     assert follower.step() is not None
     assert follower.step() is None
     assert loaded(follower) == ["run7@1", "run7@2"]
+
+
+def test_an_engine_with_two_stores_is_noted(tmp_path: Path) -> None:
+    told, model = list[str](), models.with_lora(models.qwen2)
+    one, other = (Follower("http://there:8000", tmp_path / name, told=told.append) for name in ("run7", "run8"))
+    other._loader = one._loader
+    for name in ("run7", "run8"):
+        Publisher(model, tmp_path / name).publish()
+    for follower in (one, other):
+        assert follower.step() is not None
+    assert not [line for line in told if "something else" in line]  # the second one was started just now
+    one._checked = 0.0
+    assert one.step() is not None
+    assert [line for line in told if "something else has loaded run8@1-" in line]
