@@ -77,7 +77,7 @@ def _key(options: argparse.Namespace) -> bytes | None:
     if options.key_file is None:
         return None
     try:
-        return bytes(options.key_file.read_bytes().strip())
+        return bytes(options.key_file.read_bytes())
     except OSError as error:
         raise InvalidInput(f"--key-file {options.key_file} cannot be read: {error.strerror}") from error
 

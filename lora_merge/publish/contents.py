@@ -226,10 +226,11 @@ class TensorFile:
         exchange = Exchange(list(self._shards), shards, self._ranks, shards[0].device)
         whole = exchange.run()
         exchange.wait()
-        if folder is not None:
-            with (folder / TENSORS).open("r+b") as file:
-                for (place, shard, _), tensor in zip(self._each(), whole, strict=True):
-                    _write_box(file.fileno(), place.begin, shard, shard.box, tensor)
+        with self._ranks.vote("publish"):
+            if folder is not None:
+                with (folder / TENSORS).open("r+b") as file:
+                    for (place, shard, _), tensor in zip(self._each(), whole, strict=True):
+                        _write_box(file.fileno(), place.begin, shard, shard.box, tensor)
         exchange.release()
 
     def _each(self) -> Iterator[tuple[Any, Shard, Sequence[Sequence[Box]]]]:

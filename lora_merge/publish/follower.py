@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -34,8 +35,14 @@ _LONGEST_S = 30.0
 """Seconds between two tries, where several have failed."""
 _AGAIN_S = 60.0
 """Seconds after which a version that could not be read is read again: a base that was missing may have come."""
+_LOOKS = 3
+"""Looks at a store in one step, where versions are removed while they are read."""
 _FORGET_S = 86400.0
 """Seconds after which the last words of an engine that has gone are removed from the store."""
+
+
+class _Removed(PushRefused):
+    """A version was removed while it was read: newer ones have come, and no older one is to be served."""
 
 
 class Follower:
@@ -54,7 +61,8 @@ class Follower:
             the one that each version names.
         key: as for `Publisher`; with one, versions have to be signed.
         pause: as for `serve.load_adapter`.
-        name: of the engine, in what is written to the store; default: host and port of its URL, or host and process.
+        name: of the engine, in what is written to the store; default: host and port of its URL, or host, process, and
+            a random part.
         told: called with a line for each change; default: nobody is told.
 
     Raises:
@@ -81,6 +89,8 @@ class Follower:
         self._cache = tempfile.TemporaryDirectory(prefix="lora_merge-")
         self._held: State | None = None
         self._seen: list[int] = []
+        self._newer: list[int] = []  # versions that were begun, and were not visible yet
+        self._any = False  # whether the store has ever had versions
         self._checked = self._spoken = 0.0
         self._refused: dict[str, tuple[float, str]] = {}  # of versions that cannot be read, by name: when, and why
         self._notes: dict[int, str] = {}  # why versions are passed over, by number
@@ -95,22 +105,39 @@ class Follower:
 
         Raises:
             PushRefused: the engine does not answer, or does not take the version, or there are versions, and none can
-                be served; the engine is as before.
+                be served, or the store has lost all; the engine is as before.
             PushFailed: as for `serve.load_adapter`.
             OSError, and what else the store's library raises: the store cannot be read.
         """
+        for _ in range(_LOOKS - 1):
+            with suppress(_Removed):
+                return self._look()
+        return self._look()
+
+    def _look(self) -> SyncReport | None:
+        """Make a step."""
         numbers = self._store.numbers()
         due = self._held is None or time.monotonic() - self._checked > _CHECK_S
-        if not due and numbers == self._seen:
+        if not due and numbers == self._seen and not any(map(self._store.has, self._newer)):
             return None
         self._held, self._seen = None, []  # unless all goes well
         held = self._loader.state()
+        self._any = self._any or bool(numbers) or held.adapter.startswith(f"{self._store.run}@")
+        if self._any and not numbers:
+            raise PushRefused(
+                f"{self._store.url} has no versions any more: they were removed, or it is not mounted here. The engine "
+                f"holds {held.adapter or held}"
+            )
+        newest = next(self._store.newest(), 0)
+        self._newer = [number for number in numbers if number > newest]
         report, serves = None, None
         for manifest in self._newest():
             if (held.kind, held.adapter) != ("merged", manifest.name):
+                self._note_other(held, manifest)
                 try:
                     report = self._load(manifest)
                 except (InvalidInput, UnsupportedAdapter) as error:
+                    self._check_there(manifest.version, error)
                     self._refused[manifest.name] = time.monotonic(), str(error)
                     self._pass_over(manifest.version, str(error))
                     continue
@@ -184,6 +211,7 @@ class Follower:
             try:
                 manifest = self._store.manifest(version)
             except InvalidInput as error:
+                self._check_there(version, error)
                 self._pass_over(version, str(error))
                 continue
             at, why = self._refused.get(manifest.name, (0.0, ""))
@@ -191,6 +219,20 @@ class Follower:
                 self._pass_over(version, why)
                 continue
             yield manifest
+
+    def _check_there(self, version: int, error: Exception) -> None:
+        """Raise `_Removed` if a version that could not be read is no longer in the store."""
+        if not self._store.has(version):
+            raise _Removed(f"{self._store.where(version)} was removed while it was read: {error}") from error
+
+    def _note_other(self, held: State, manifest: Manifest) -> None:
+        """Tell what else has brought an adapter into the engine: two followers of two stores go on for ever."""
+        other = held.adapter if held.kind == "merged" else ""
+        if self.serves and other and not other.startswith(f"{manifest.run}@"):
+            self._told(
+                f"{self._name}: something else has loaded {other} into the engine (a follower of another store, or "
+                f"load_adapter); {manifest.name} takes its place"
+            )
 
     def _load(self, manifest: Manifest) -> SyncReport:
         folder = self._store.fetch(manifest, Path(self._cache.name))
@@ -216,6 +258,8 @@ class Follower:
         if changed:
             self._said["since"] = now()
             self._spoken = 0.0
+            if manifest is None:
+                self._told(f"{self._name}: {self._store.url} has no version yet; the engine holds {serves}")
         if report is not None and manifest is not None:
             stood = waited(report, self._pause)
             self._said |= {"nbytes": manifest.nbytes, "waited": stood}
@@ -266,22 +310,27 @@ def waited(report: SyncReport, pause: Pause = "keep") -> float:
 
 
 def _name_of(engine: Any) -> str:
-    """Return a name that no other engine's follower has: host and port, or host and process."""
+    """Return a name that no other engine's follower has: host and port, or as of `name_here`."""
     if not isinstance(engine, str):
-        return f"{socket.gethostname()}-{os.getpid()}"
+        return name_here()
     url = urlsplit(engine if "://" in engine else f"http://{engine}")
     host = url.hostname or ""
     local = host in ("localhost", "::1", "0.0.0.0") or host.startswith("127.")
     return f"{socket.gethostname() if local else host}-{url.port or url.scheme}"
 
 
+def name_here() -> str:
+    """Return a name for an engine of this process: containers that share a host's name may share process ids, too."""
+    return f"{socket.gethostname()}-{os.getpid()}-{token_hex(2)}"
+
+
 def silent_for(said: dict[str, Any]) -> float:
     """Return the seconds since a follower has said this."""
     try:
         at = datetime.fromisoformat(str(said.get("at", "")).replace("Z", "+00:00"))
-    except ValueError:
+        return max((datetime.now(UTC) - at).total_seconds(), 0.0)
+    except (ValueError, TypeError, OverflowError):  # no time, or one without its zone
         return float("inf")
-    return max((datetime.now(UTC) - at).total_seconds(), 0.0)
 
 
 def to_stderr(line: str) -> None:

@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..errors import InvalidInput
 from ..models.peft.files import CONFIG, TENSORS
 
@@ -130,7 +132,8 @@ class Manifest:
             raise InvalidInput(f"{where}: {MANIFEST} lacks something, or has it in another form: {error}") from error
         for wrong in manifest._problems(version):
             raise InvalidInput(f"{where}: {MANIFEST} {wrong}")
-        if key is not None and not hmac.compare_digest(_mac(key, manifest._said()), manifest.signature):
+        # `compare_digest` takes of text ASCII alone, and raises of other signatures.
+        if key is not None and not hmac.compare_digest(_plain(_mac(key, manifest._said())), _plain(manifest.signature)):
             what = "was changed, or signed with another key" if manifest.signature else "is not signed"
             raise InvalidInput(
                 f"{where}: {MANIFEST} {what}, and only versions that are signed with the key here are taken"
@@ -141,7 +144,13 @@ class Manifest:
         if self.version != version:
             yield f"is of version {self.version}: somebody has copied it"
         kinds = (self.run, self.publisher, self.created, self.base.name, self.signature)
-        if not all(isinstance(value, str) for value in kinds) or not isinstance(self.base.samples, dict):
+        numbers = (self.version, *(n for n in (self.parent, self.copy_of) if n is not None))
+        if (
+            not all(isinstance(value, str) for value in kinds)
+            or not all(type(number) is int for number in numbers)
+            or not isinstance(self.base.samples, dict)
+            or not all(map(_is_sample, self.base.samples.values()))
+        ):
             yield "has values of other types than this lora_merge writes"
         if _RUN.fullmatch(str(self.run)) is None:
             yield f"names a run {self.run!r}, which is no name of a store"
@@ -169,6 +178,13 @@ def check_file(file: Path, entry: FileEntry, where: str) -> None:
         raise InvalidInput(f"{where}: {file.name} has {found.nbytes} bytes, and its manifest says {entry.nbytes}: torn")
     if found != entry:
         raise InvalidInput(f"{where}: {file.name} is not what its manifest says: its checksum differs")
+
+
+def _is_sample(said: Any) -> bool:
+    """Return True for what `samples_of` returns of a tensor, of a dtype that is known here."""
+    if not isinstance(said, dict) or said.keys() != {"dtype", "digest"} or not isinstance(said["digest"], str):
+        return False
+    return isinstance(said["dtype"], str) and isinstance(getattr(torch, said["dtype"], None), torch.dtype)
 
 
 def _json(data: bytes, where: str) -> dict[str, Any]:

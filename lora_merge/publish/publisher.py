@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
@@ -158,11 +159,21 @@ class Publisher:
                     self._store.commit(draft, manifest)
                     if pin:
                         self._store.pin(version)
-                    self._store.retain(self._keep)
+                    self._retain()
         finally:
             if draft is not None:
                 shutil.rmtree(draft, ignore_errors=True)  # where it has become no version
         return manifest
+
+    def _retain(self) -> None:
+        """Remove old versions; warn where that fails, as the new one is there."""
+        try:
+            self._store.retain(self._keep)
+        except Exception as error:  # a store's library has errors of its own
+            warnings.warn(
+                f"old versions of {self._store.url} could not be removed, and stay: {type(error).__name__}: {error}",
+                stacklevel=4,
+            )
 
     def _base_samples(self, ranks: Ranks) -> dict[str, dict[str, str]]:
         """Return samples of the base's tensors that the adapter changes; taken once, as a pass over the base."""
@@ -185,12 +196,15 @@ class Publisher:
                 f"{newest.base.fingerprint}) than this model's ({base.name}, {base.fingerprint}), or adapt other "
                 "modules: publish into a store of its own"
             )
-        return _free_number(self._store), None if newest is None else newest.version
+        _check_key(self._store, newest)
+        number = max(_free_number(self._store), (self._last or 0) + 1)  # stores may list the last one late
+        return number, None if newest is None else newest.version
 
     def _check_last(self) -> Manifest | None:
-        """Return the newest version's manifest; raise `PushRefused` unless it is this publisher's last one."""
+        """Return the newest version's manifest; raise `PushRefused` unless it is one of this publisher's, be it one of
+        which an error has said that it may not be there."""
         newest = newest_of(self._store)
-        if self._last is not None and (newest is None or newest.version != self._last):
+        if self._last is not None and (newest is None or newest.publisher != self._me):
             what = "that is gone" if newest is None else f"{newest.name} is there, published {newest.created}"
             raise PushRefused(
                 f"the last version that was published from here into {self._store.url} was {self._last}, and {what}: "
@@ -212,6 +226,7 @@ def newest_of(store: Store) -> Manifest | None:
 def rollback(store: Store, version: int, publisher: str = "") -> Manifest:
     """Publish a kept version once more, as the newest; see `Publisher.rollback`."""
     old, newest = store.manifest(version), newest_of(store)
+    _check_key(store, old)
     number = _free_number(store)
     made = Manifest(
         run=store.run,
@@ -230,6 +245,16 @@ def rollback(store: Store, version: int, publisher: str = "") -> Manifest:
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return made
+
+
+def _check_key(store: Store, beside: Manifest | None) -> None:
+    """Raise `InvalidInput` where a version would be unsigned beside one that is signed: no follower that has the key
+    would take it."""
+    if store.key is None and beside is not None and beside.signature:
+        raise InvalidInput(
+            f"the versions of {store.url} are signed, and followers that have the key take no others: give the key "
+            "(LORA_MERGE_STORE_KEY, key= or --key-file)"
+        )
 
 
 def _free_number(store: Store) -> int:

@@ -76,8 +76,12 @@ class Store:
     def newest(self) -> Iterator[int]:
         """Yield the versions that are visible, the newest first."""
         for number in reversed(self.numbers()):
-            if self.folder is not None or self.fs.exists(self._path(number, MANIFEST)):
+            if self.folder is not None or self.has(number):
                 yield number
+
+    def has(self, version: int) -> bool:
+        """Return True while a version is visible."""
+        return bool(self.fs.exists(self._path(version, "" if self.folder is not None else MANIFEST)))
 
     def manifest(self, version: int) -> Manifest:
         """Return the manifest of a version.
@@ -105,12 +109,16 @@ class Store:
         folder = into / manifest.name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        for name, entry in manifest.files.items():
-            try:
-                self.fs.get_file(self._path(manifest.version, name), str(folder / name))
-            except FileNotFoundError as error:
-                raise InvalidInput(f"{self.where(manifest.version)} lacks {name}: torn, or just removed") from error
-            check_file(folder / name, entry, self.where(manifest.version))
+        try:
+            for name, entry in manifest.files.items():
+                try:
+                    self.fs.get_file(self._path(manifest.version, name), str(folder / name))
+                except FileNotFoundError as error:
+                    raise InvalidInput(f"{self.where(manifest.version)} lacks {name}: torn, or just removed") from error
+                check_file(folder / name, entry, self.where(manifest.version))
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         return folder
 
     def where(self, version: int) -> str:
@@ -125,9 +133,11 @@ class Store:
         """Return what followers say of their engines, by name."""
         found: dict[str, dict[str, Any]] = {}
         for name in self._names("engines"):
-            with suppress(FileNotFoundError, ValueError):
+            if not name.endswith(".json"):
+                continue
+            with suppress(FileNotFoundError, IsADirectoryError, ValueError, RecursionError):  # gone, or no follower's
                 said = json.loads(self.fs.cat_file(f"{self.root}/engines/{name}"))
-                if name.endswith(".json") and isinstance(said, dict):
+                if isinstance(said, dict):
                     found[name.removesuffix(".json")] = said
         return found
 
@@ -181,7 +191,8 @@ class Store:
                 self._remove(number)
         if self.folder is not None:
             for draft in (self.folder / "versions").glob(f"{_DRAFT}*"):
-                if int(draft.name.removeprefix(_DRAFT).partition("-")[0]) < oldest:
+                begun = draft.name.removeprefix(_DRAFT).partition("-")[0]
+                if begun.isdecimal() and int(begun) < oldest:  # else somebody else's
                     shutil.rmtree(draft, ignore_errors=True)
 
     def tell(self, engine: str, said: dict[str, Any] | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from lora_merge.engine.control.calls import drive
 from lora_merge.engine.payload.spec import ReceivedUpdate, UpdateSpec
 from lora_merge.engine.push.replica import Replica
 from lora_merge.engine.push.sequence import EngineSequence
-from lora_merge.engine.worker import staging
+from lora_merge.engine.worker import commands, staging
 from lora_merge.engine.worker.staging import Staging
 from tests.engine.test_steps import UPDATE, Engine, replica
 
@@ -65,6 +66,18 @@ def test_it_ends_when_its_trainer_has_gone(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(RuntimeError, match="still receives an update of another push"):
         Staging(CPU, lambda: (stays.wait(20), RECEIVED)[1]).end(lambda: None)
     stays.set()
+
+
+def test_a_worker_that_has_it_waits_for_the_others() -> None:
+    """All are asked again until the last one has it."""
+    session: Any = SimpleNamespace(staging=Staging(CPU, lambda: RECEIVED), update=None)
+    assert ended(session.staging) is RECEIVED
+    for _ in range(3):
+        assert commands.staged(None, session) == {"staged": True}  # type: ignore[arg-type]
+        assert session.update is RECEIVED
+    session.update = None
+    with pytest.raises(RuntimeError, match="no update is being staged"):
+        commands.staged(None, session)  # type: ignore[arg-type]
 
 
 # ---- what an engine is asked -----------------------------------------------------------------------------------------

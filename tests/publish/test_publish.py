@@ -139,6 +139,7 @@ def test_what_is_torn_or_foreign_is_refused_by_name(tmp_path: Path) -> None:
         (lambda folder: None, r"is of version 1: somebody has copied it"),
         (said(), r"was changed, or signed with another key"),
         (said(signature=""), r"is not signed"),
+        (said(signature="\u00e9" * 64), r"was changed, or signed with another key"),
         (said(format="somebody's"), r"is not lora_merge's: its format is \"?'?somebody's"),
         (said(layout=2), r"has layout 2, and this lora_merge reads 1"),
         (said(files={"../../etc/passwd": entry}), r"names the files \['../../etc/passwd'\], and a version has"),
@@ -147,6 +148,10 @@ def test_what_is_torn_or_foreign_is_refused_by_name(tmp_path: Path) -> None:
         (said(files={**manifest["files"], "adapter_model.bin": entry}), r"names the files .*adapter_model.bin"),
         (said(files=[]), r"lacks something, or has it in another form"),
         (said(base={"name": "x"}), r"lacks something, or has it in another form"),
+        (said(base={"name": "x", "samples": {"norm": 5}}), r"values of other types"),
+        (said(base={"name": "x", "samples": {"norm": {"dtype": "nosuch", "digest": ""}}}), r"values of other types"),
+        (said(version=2.0), r"values of other types"),
+        (said(parent={}), r"values of other types"),
     ):
         changed(change)
         with pytest.raises(InvalidInput, match=message):
@@ -163,6 +168,7 @@ def test_what_is_torn_or_foreign_is_refused_by_name(tmp_path: Path) -> None:
         change(good)
         with pytest.raises(InvalidInput, match=message):
             store.fetch(store.manifest(1), tmp_path / "cache")
+        assert not list((tmp_path / "cache").iterdir())  # nothing is left of it
         shutil.rmtree(good)
         kept.rename(good)
     store.fetch(store.manifest(1), tmp_path / "cache")
@@ -264,10 +270,59 @@ def test_two_publishers_at_the_same_time(tmp_path: Path, monkeypatch: pytest.Mon
             one.publish()
 
 
+def test_a_version_that_is_there_is_its_publishers_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fails once it is visible, the publisher goes on from it."""
+    model, url = models.with_lora(models.qwen2), f"memory://{tmp_path}/run7"
+    publisher = Publisher(model, url, keep=1)
+    publisher.publish()
+    pipe = publisher._store.fs.pipe_file
+
+    def unheard(path: str, *args: Any, **kwargs: Any) -> None:
+        pipe(path, *args, **kwargs)
+        if path.endswith(MANIFEST):
+            raise OSError("no answer came")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(publisher._store.fs, "pipe_file", unheard)
+        with pytest.raises(OSError, match="no answer came"):
+            publisher.publish()
+    assert publisher.publish().version == 3
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "_remove", mock.Mock(side_effect=PermissionError("nobody may remove")))
+        with pytest.warns(UserWarning, match="could not be removed, and stay: PermissionError: nobody may"):
+            assert publisher.publish().version == 4
+    assert publisher.publish().version == 5
+    assert Store(url).numbers() == [5]
+    publisher.publish(pin=True)
+    publisher.publish()
+    listed = publisher._store.numbers()[:-1]
+    with monkeypatch.context() as patched:
+        patched.setattr(publisher._store, "numbers", lambda: listed)  # some stores list late
+        assert publisher.publish().version == 8
+    # What somebody else has put beside versions is left alone.
+    other = Publisher(model, tmp_path / "run7", keep=1)
+    other.publish()
+    (tmp_path / "run7" / "versions" / ".draft-of-mine").mkdir()
+    (tmp_path / "run7" / "engines" / "a.json").mkdir(parents=True)
+    assert [other.publish().version, other.publish().version] == [2, 3]
+    Store(tmp_path / "run7").tell("b", {"serves": "x", "at": "2026-01-01T00:00:00"})
+    assert [engine.silent for engine in status(Store(tmp_path / "run7")).engines] == [float("inf")]
+
+
+def test_nothing_unsigned_is_published_beside_what_is_signed(tmp_path: Path) -> None:
+    model, url = models.with_lora(models.qwen2), tmp_path / "run7"
+    Publisher(model, url, key=KEY).publish()
+    with pytest.raises(InvalidInput, match=r"are signed, .*LORA_MERGE_STORE_KEY"):
+        Publisher(model, url).publish()
+    assert main(["rollback", str(url), "1"]) == 1
+    assert Store(url).numbers() == [1]
+    assert rollback(Store(url, KEY), 1).version == 2
+
+
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     url, key = str(tmp_path / "run7"), tmp_path / "key"
     key.write_text(f"{KEY}\n")
-    publisher = Publisher(models.with_lora(models.qwen2), url, key=KEY)
+    publisher = Publisher(models.with_lora(models.qwen2), url, key=f" {KEY}\r\n")  # as some files and secrets have it
     for _ in range(2):
         publisher.publish()
     assert main(["rollback", url, "1", "--key-file", str(key)]) == 0
@@ -320,6 +375,12 @@ def publish_sharded(rank: int, folder: Path, wraps: list[Callable[[Any], nn.Modu
             same(held(Store(objects), 1, folder / "cache-0"), wanted)
         dist.barrier()
         # What one rank finds wrong is an error on all, and nothing is visible.
+        full = mock.patch.object(contents, "_write_box", side_effect=OSError("the disk is full"))
+        with full, pytest.raises(Exception, match="the disk is full"):
+            publisher.publish()
+        dist.barrier()
+        assert publisher.publish().version == 2
+        dist.barrier()
         model = models.with_lora(models.qwen2, **options)
         if rank == 1:
             model.base_model.model.model.layers[1].self_attn.q_proj.set_scale("default", 3)

@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from operator import attrgetter
+from secrets import token_hex
 from typing import Any
 
 from ...errors import InvalidInput
@@ -67,9 +68,10 @@ class Following:
 
     def begin(self) -> None:
         """Begin to follow, in the running event loop; raise `RuntimeError` if none runs."""
-        self._loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         here, there = socket.socketpair()
-        name = f"{socket.gethostname()}-{os.getpid()}"
+        # Containers that share a host's name may share process ids, too.
+        name = f"{socket.gethostname()}-{os.getpid()}-{token_hex(2)}"
         model = str(self._engine.vllm_config.model_config.model)
         command = [sys.executable, "-m", _PROCESS, str(there.fileno()), self._url, model, name]
         # It works on the CPU alone, and holds nothing of a GPU.
@@ -77,6 +79,7 @@ class Following:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         with there:
             self._process = subprocess.Popen(command, pass_fds=[there.fileno()], env=environment)
+        self._loop = loop  # from here on requests wait for it
         connection = Connection(here.detach())
         threading.Thread(target=self._listen, args=(connection,), daemon=True, name="lora_merge_follow").start()
 

@@ -169,19 +169,21 @@ def stage_update(
         digest, scalings, comes: as for `receive_update`.
     """
     session.end_staging()
+    session.update = None
     session.staging = Staging(session.device, incoming_update(worker, session, digest, scalings, verify, comes))
 
 
 @OPERATIONS.register
 def staged(worker: Worker, session: WorkerSession) -> dict[str, Any]:
     """Return whether the update that is being staged is all here, as `staged`; `merge` may then follow. Raise what its
-    thread has raised."""
-    if session.staging is None:
+    thread has raised. All workers are asked until the last one has it."""
+    if session.staging is not None:
+        update = session.staging.result()
+        if update is not None:
+            session.staging, session.update = None, update
+    elif session.update is None:
         raise RuntimeError("no update is being staged; push again")
-    update = session.staging.result()
-    if update is not None:
-        session.staging, session.update = None, update
-    return {"staged": update is not None}
+    return {"staged": session.update is not None}
 
 
 def incoming_update(

@@ -23,6 +23,8 @@ class Staging:
 
     def __init__(self, device: torch.device, receive: Callable[[], ReceivedUpdate]) -> None:
         self._device, self._receive = device, receive
+        # Of the worker's own thread, which is another than this one's: vLLM gives it a stream that is not the default.
+        self._used = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._update: ReceivedUpdate | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name="lora_merge")
@@ -62,13 +64,13 @@ class Staging:
             self._error = error
 
     def _received(self) -> ReceivedUpdate:
-        if self._device.type != "cuda":
+        if self._used is None:
             return self._receive()
         torch.cuda.set_device(self._device)
-        beside, used = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
+        beside = torch.cuda.Stream(self._device)
         with torch.cuda.stream(beside):
             update = self._receive()
             for data in update.data.values():
-                data.record_stream(used)  # on which it is merged
+                data.record_stream(self._used)  # on which it is merged
         beside.synchronize()
         return update

@@ -1,0 +1,149 @@
+"""What a follower makes of a store that changes while it looks, with an engine that only notes what is loaded."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+
+from lora_merge import Follower, Publisher, PushRefused
+from lora_merge.engine.push.replica import SyncReport
+from lora_merge.engine.state import OWN, State
+from lora_merge.publish import follower as module
+from lora_merge.publish.manifest import MANIFEST, Manifest
+from lora_merge.publish.store import Store
+
+
+class Loader:
+    """An engine that takes whatever it gets."""
+
+    def __init__(self, engine: Any, pause: str) -> None:
+        self.loaded, self.held = list[str](), State()
+
+    def state(self) -> State:
+        return self.held
+
+    def load(self, folder: Path, *, name: str, **options: Any) -> SyncReport:
+        assert {file.name for file in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+        self.loaded.append(name)
+        self.held = State("merged", len(self.loaded), OWN, trainer="it", adapter=name)
+        return SyncReport(len(self.loaded), "merged")
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def following(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "AdapterLoader", Loader)
+
+
+def loaded(follower: Follower) -> list[str]:
+    return [name.partition("-")[0] for name in follower._loader.loaded]  # type: ignore[attr-defined]
+
+
+pytestmark = pytest.mark.usefixtures("following")
+
+
+@pytest.mark.parametrize("url", ["{}/run7", "memory://{}/run7"])
+def test_a_version_that_is_removed_while_it_is_read_brings_no_older_one(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = url.format(tmp_path)
+    publisher, follower = Publisher(models.with_lora(models.qwen2), url, keep=1), Follower("http://there:8000", url)
+    publisher.publish(pin=True)
+    publisher.publish()
+    fetch, manifest, many = Store.fetch, Store.manifest, 1
+
+    def late(store: Store, found: Manifest, into: Path) -> Path:
+        nonlocal many
+        for _ in range(many):
+            many -= 1
+            publisher.publish()
+        return fetch(store, found, into)
+
+    monkeypatch.setattr(Store, "fetch", late)
+    assert follower.step() is not None
+    assert loaded(follower) == ["run7@3"]
+
+    def later(store: Store, version: int) -> Manifest:
+        nonlocal many
+        if many and store is follower._store and version > 1:
+            many -= 1
+            publisher.publish()
+        return manifest(store, version)
+
+    many = 1
+    monkeypatch.setattr(Store, "fetch", fetch)
+    monkeypatch.setattr(Store, "manifest", later)
+    publisher.publish()
+    assert follower.step() is not None
+    assert loaded(follower) == ["run7@3", "run7@5"]
+    # Where that does not end it is said, and nothing older is loaded.
+    many = 100
+    publisher.publish()
+    with pytest.raises(PushRefused, match=r"version 8 of \S+ was removed while it was read"):
+        follower.step()
+    assert loaded(follower) == ["run7@3", "run7@5"]
+    follower.close()
+
+
+def test_a_store_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    told = list[str]()
+    follower = Follower("http://there:8000", tmp_path / "run7", told=told.append)
+    assert follower.try_step()
+    assert [line for line in told if "has no version yet; the engine holds nothing" in line] == told != []
+    Publisher(models.with_lora(models.qwen2), tmp_path / "run7").publish()
+    assert follower.try_step()
+    (tmp_path / "run7").rename(tmp_path / "elsewhere")
+    assert not follower.try_step()
+    assert "has no versions any more" in follower.error
+    assert follower.serves.startswith("run7@1-")
+    # Also for a follower that is started anew, beside an engine that serves one.
+    again = Follower("http://there:8000", tmp_path / "run7")
+    again._loader.held = follower._loader.state()  # type: ignore[attr-defined]
+    assert not again.try_step()
+    shutil.rmtree(tmp_path / "run7")  # what they said of their engines
+    (tmp_path / "elsewhere").rename(tmp_path / "run7")
+    assert follower.try_step()
+    assert again.try_step()
+    assert not follower.error
+    assert loaded(again) == []
+
+
+def test_a_version_is_taken_as_soon_as_it_is_all_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an object store its number is taken before."""
+    url = f"memory://{tmp_path}/run7"
+    publisher, follower = Publisher(models.with_lora(models.qwen2), url), Follower("http://there:8000", url)
+    publisher.publish()
+    follower.step()
+    pipe, seen = publisher._store.fs.pipe_file, list[Any]()
+
+    def put(path: str, *args: Any, **kwargs: Any) -> None:
+        if path.endswith(MANIFEST):
+            seen.append(follower.step())
+        pipe(path, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(publisher._store.fs, "pipe_file", put)
+        publisher.publish()
+    assert seen == [None]
+    assert follower.step() is not None
+    assert follower.step() is None
+    assert loaded(follower) == ["run7@1", "run7@2"]
+
+
+def test_an_engine_with_two_stores_is_noted(tmp_path: Path) -> None:
+    told, model = list[str](), models.with_lora(models.qwen2)
+    one, other = (Follower("http://there:8000", tmp_path / name, told=told.append) for name in ("run7", "run8"))
+    other._loader = one._loader
+    for name in ("run7", "run8"):
+        Publisher(model, tmp_path / name).publish()
+    for follower in (one, other):
+        assert follower.step() is not None
+    assert not [line for line in told if "something else" in line]  # the second one was started just now
+    one._checked = 0.0
+    assert one.step() is not None
+    assert [line for line in told if "something else has loaded run8@1-" in line]
