@@ -1,7 +1,8 @@
 """How much memory a trainer and an engine take on a GPU, from a model's configuration alone: `lora-merge plan`.
 
 What is counted follows from shapes: weights, adapters, their gradients, AdamW's two moments, and what this package
-holds beside them. Activations, CUDA contexts and the KV cache are not counted: they get what is left.
+holds beside them. Without an adapter all weights are trained. Activations, CUDA contexts and the KV cache are not
+counted: they get what is left.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def read_policy(
 
     Args:
         model: a config.json, the folder of one, or a name on the hub (owner/name).
-        rank: of the adapter.
+        rank: of the adapter; 0: none, all weights are trained.
         targets: `target_modules` of PEFT's LoraConfig.
         parameters: `target_parameters` of PEFT's LoraConfig, for experts in one tensor.
 
@@ -147,12 +148,16 @@ def read_policy(
         UnsupportedAdapter: the adapter has no exact merge.
         MissingExtra: PEFT or transformers is not installed.
     """
+    if rank < 0:
+        raise InvalidInput(f"rank {rank}: expected 1 or more, or 0 for training of all weights without an adapter")
     with needed("plan reads a model with transformers and PEFT", "'lora-merge[peft]'", "peft", "transformers"):
         import transformers
         from peft import LoraConfig, get_peft_model
     path = Path(model).expanduser()
     if path.is_dir() and not (path / "config.json").is_file():
         raise InvalidInput(f"{path}: there is no config.json in this folder")
+    if not path.exists() and (str(model).startswith((".", "/", "~")) or len(path.parts) > 2):  # no name on the hub
+        raise InvalidInput(f"{path}: there is no such file or folder")
     try:
         config = transformers.AutoConfig.from_pretrained(str(path if path.exists() else model), trust_remote_code=False)
         kind = class_of(config)
@@ -164,6 +169,8 @@ def read_policy(
             "or a name on the hub; a model with code of its own cannot be planned"
         ) from error
     tensors = tuple(_tensors(base))
+    if rank == 0:
+        return Policy(str(model), tensors, 0, 0, 0, 0)
     options: dict[str, Any] = {"target_parameters": list(parameters)} if parameters else {}
     chosen = targets if isinstance(targets, str) else list(targets)
     try:
@@ -203,6 +210,8 @@ def estimate(policy: Policy, setup: Setup) -> list[Row]:
         InvalidInput: the setup is one that lora_merge refuses; says which option to change.
     """
     check(setup)
+    if policy.modules == 0:
+        _check_full(setup)
     return [
         row for row in (*_trainer(policy, setup), *_engine(policy, setup)) if row.training or row.push or row.rollout
     ]
@@ -246,6 +255,16 @@ def check(s: Setup) -> None:
         )
 
 
+def _check_full(s: Setup) -> None:
+    """Raise `InvalidInput` for what needs an adapter."""
+    if s.base in _CODES:
+        raise InvalidInput(f"base: {s.base} cannot be trained without an adapter; pass a rank of 1 or more")
+    wrong = {"share": s.share, "train_merged": s.train_merged, "merge engine": s.merge == "engine"}
+    wrong["mode adapter"] = s.mode == "adapter"
+    if named := [name for name, asked in wrong.items() if asked]:
+        raise InvalidInput(f"{', '.join(named)}: needs an adapter; leave it out, or pass a rank of 1 or more")
+
+
 def _trainer(p: Policy, s: Setup) -> Iterator[Row]:
     over = 1 if s.ddp else s.gpus
     size = _itemsize(s.adapters)
@@ -255,7 +274,8 @@ def _trainer(p: Policy, s: Setup) -> Iterator[Row]:
     where = "" if over == 1 else f", 1/{over} of them"
     yield Row("trainer", f"base weights, {s.base}{where}", *_int(weights, weights, weights * at_rollout))
     yield Row("trainer", f"adapters, {s.adapters}{where}", *_int(adapters, adapters, adapters * at_rollout))
-    yield Row("trainer", "their gradients, and AdamW", *_int(3 * adapters, 2 * adapters, 2 * adapters * at_rollout))
+    trained = adapters if p.modules else weights
+    yield Row("trainer", "their gradients, and AdamW", *_int(3 * trained, 2 * trained, 2 * trained * at_rollout))
     if over > 1:
         yield Row("trainer", "gathered by FSDP2: two layers, and what is in no layer", *_int(_gathered(p, s), 0, 0))
     if s.train_merged or s.share:

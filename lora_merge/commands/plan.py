@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInput
@@ -48,7 +49,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=("merged", "adapter"), default="merged", help="what the engine holds")
     parser.add_argument("--train-merged", action="store_true", help="the trainer computes with merged weights")
     parser.add_argument("--share", action="store_true", help="one copy of the weights for trainer and engine")
-    parser.add_argument("--rank", type=int, default=32, help="of the adapter (default: 32)")
+    parser.add_argument(
+        "--rank", type=int, default=32, help="of the adapter (default: 32); 0: no adapter, all is trained"
+    )
     parser.add_argument("--targets", default="all-linear", help="all-linear, or names of modules, with commas between")
     parser.add_argument("--experts", default="", metavar="NAMES", help="PEFT's target_parameters, with commas between")
     parser.add_argument(
@@ -63,8 +66,6 @@ def plan(options: argparse.Namespace) -> int:
     """Run it."""
     from ..sizing import Setup, check, estimate, host_bytes, read_policy, totals
 
-    if options.rank < 1:
-        raise InvalidInput(f"--rank {options.rank}: expected 1 or more")
     names = options.targets.split(",")
     setup = Setup(
         gpus=options.gpus, ddp=options.ddp, tp=options.tp, apart=options.apart, base=options.dtype,
@@ -80,13 +81,65 @@ def plan(options: argparse.Namespace) -> int:
     )
     rows, host = estimate(policy, setup), host_bytes(policy, setup)
     sums = totals(rows, setup)
-    fits = None if options.memory is None else all(n <= options.memory * _GB for s in sums.values() for n in s.values())
+    fits = None if options.memory is None else _largest(sums) <= options.memory * _GB
     result = {
         "model": policy.name, "parameters": policy.parameters, "adapter_parameters": policy.lora_A + policy.lora_B,
         "setup": setup, "rows": rows, "totals": sums, "host": host, "fits": fits,
     }  # fmt: skip
-    tell(options, _words(policy, setup, rows, sums, host, options.memory), result)
+    words = _words(policy, setup, rows, sums, host, options.memory)
+    if options.memory is not None:
+        words += "\n" + "\n".join(_advice(policy, setup, options.memory))
+    tell(options, words, result)
     return REFUSED if fits is False else 0
+
+
+_LEANER: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--share", {"share": True}),
+    ("--sleep 1", {"sleep": 1}),
+    ("--sleep 1 --offload", {"sleep": 1, "offload": True}),
+    ("--sleep 1 --engine-dtype fp8", {"sleep": 1, "engine": "fp8"}),
+    ("--sleep 1 --dtype nf4", {"sleep": 1, "base": "nf4"}),
+    ("--sleep 1 --dtype nf4 --engine-dtype fp8", {"sleep": 1, "base": "nf4", "engine": "fp8"}),
+)
+"""Options that take less memory."""
+
+
+def _largest(sums: dict[str, dict[str, int]]) -> int:
+    return max(n for total in sums.values() for n in total.values())
+
+
+def _advice(policy: Policy, setup: Setup, memory: float) -> list[str]:
+    """Return what to set in vLLM if the setup fits, else the options with which it would."""
+    from ..sizing import estimate, totals
+
+    rows = estimate(policy, setup)
+    if _largest(totals(rows, setup)) <= memory * _GB:
+        return [] if setup.apart else _utilization(rows, setup, memory)
+    found = []
+    for words, change in _LEANER:
+        leaner = replace(setup, **change)
+        try:
+            largest = _largest(totals(estimate(policy, leaner), leaner))
+        except InvalidInput:  # the options do not go together
+            continue
+        if largest <= memory * _GB:
+            found.append(f"{words} (takes {_gb(largest)})")
+    if found:
+        return [f"It does not fit into {memory:g} GB. It would with: {'; '.join(found)}."]
+    return [f"It does not fit into {memory:g} GB. Spread it over more GPUs (--gpus, --tp), or take a smaller model."]
+
+
+def _utilization(rows: list[Row], setup: Setup, memory: float) -> list[str]:
+    """Return between which values vLLM's gpu_memory_utilization lies, of which its weights and KV cache are a part."""
+    steps = ("push", "rollout") if setup.sleep else ("training", "push", "rollout")
+    mine = [row for row in rows if row.side == "engine"]
+    if setup.share:  # the base's memory is the engine's
+        mine = [row for row in rows if row.what.startswith("base weights")]
+    weights = max(sum(getattr(row, step) for row in mine) for step in steps)
+    beside = max(sum(getattr(row, step) for row in rows if row not in mine) for step in steps)
+    low, high = weights / _GB / memory, 1 - beside / _GB / memory
+    bounds = f"above {low:.2f} (its weights), below {high:.2f} (the trainer has the rest)"
+    return [f"vLLM's gpu_memory_utilization: {bounds}."]
 
 
 def _words(

@@ -146,6 +146,8 @@ def _words(found: StoreStatus) -> str:
     from ..publish.status import SILENT_S
 
     lines = [f"{found.url}: {len(found.versions)} versions" + (f" on {found.base}" if found.base else "")]
+    if not found.versions:
+        lines[0] += ": nothing was published here, or the address is another"
     for v in found.versions:
         marks = [*(["pinned"] if v.pinned else []), *([f"version {v.copy_of} once more"] if v.copy_of else [])]
         marks += [f"not served: {v.problem}"] if v.problem else []

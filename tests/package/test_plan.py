@@ -191,14 +191,48 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "on 4 weights" in capsys.readouterr().out
     for wrong, said in (
         (["--targets", "nothing"], "puts no adapter of these targets"),
-        (["--rank", "0"], "expected 1 or more"),
+        (["--rank", "-1"], "expected 1 or more"),
+        (["--rank", "0", "--share"], "needs an adapter"),
+        (["--rank", "0", "--dtype", "nf4"], "cannot be trained without an adapter"),
         (["--tp", "2"], "divides them"),
     ):
         assert cli.main(["plan", str(folder), *wrong]) == 1
         assert said in capsys.readouterr().err
+    assert cli.main(["plan", str(tmp_path / "misspelt")]) == 1
+    assert "no such file or folder" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert cli.main(["plan", str(tmp_path / "empty")]) == 1
     assert "no config.json" in capsys.readouterr().err
+
+
+def test_full_fine_tuning(tmp_path: Path) -> None:
+    """Without an adapter gradients and moments are those of all weights."""
+    model = models.qwen2().bfloat16()
+    policy = read_policy(saved(model, tmp_path), rank=0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(models.tokens(), labels=models.tokens()).loss.backward()
+    optimizer.step()
+    moments = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.ndim)
+    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    rows = estimate(policy, Setup())
+    assert row(rows, "trainer: their").training == moments + gradients
+    assert row(rows, "trainer: their").push == moments
+    assert not [r for r in rows if "adapters" in r.what]
+
+
+def test_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What fits says how to start vLLM; what does not, with which options it would."""
+    seven = configurations()["7B"]
+    seven.architectures = ["Qwen2ForCausalLM"]
+    seven.save_pretrained(tmp_path)
+    for options, code, said in (
+        (["--share", "--memory", "24"], 0, "gpu_memory_utilization: above 0.63 (its weights), below 0.83"),
+        (["--memory", "80"], 0, "gpu_memory_utilization: above 0.19 (its weights), below 0.79"),
+        (["--memory", "24"], 1, "It would with: --share (takes 19.31);"),
+        (["--memory", "8"], 1, "Spread it over more GPUs"),
+    ):
+        assert cli.main(["plan", str(tmp_path), *options]) == code
+        assert said in capsys.readouterr().out
 
 
 SIZES = {"7B": ("1", "1"), "32B": ("4", "4"), "72B": ("8", "8"), "235B": ("16", "8")}

@@ -275,7 +275,8 @@ class UpdateBuilder:
 
     def __init__(self, weights: MergedWeights, *, trains: bool = True) -> None:
         self._trains = trains
-        self.instead = 'merge here (merge="trainer")' if trains else "merge it with PEFT, and start an engine on that"
+        serve = "merge it with PEFT, and start an engine on that"
+        self.instead = 'let the trainer merge (merge="trainer")' if trains else serve
         self._adapted, self._whole = weights.beside(), weights.beside()
         self._adapted.as_it_lies = self._whole.as_it_lies = False
         self._learning = Learning(())
@@ -312,7 +313,7 @@ class UpdateBuilder:
     def _made(self, adapted: BucketWriter, base: BucketWriter, recipients: Recipients) -> UpdatePayload:
         parts = adapted.source.parts
         if not any(part.delta is not None for part in parts.values()):
-            raise PushRefused(f"the model has no active adapter, so there is nothing to merge; {self.instead}")
+            raise PushRefused(f"the model has no active adapter, so an engine has nothing to merge; {self.instead}")
         if others := adapted.entries.keys() ^ base.entries.keys():
             raise PushRefused(
                 f"an adapter changes tied tensors apart ({', '.join(sorted(others))}), and the base that an engine "
