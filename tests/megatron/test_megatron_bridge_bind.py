@@ -46,7 +46,7 @@ def exported(case: Case, folder: Path) -> dict[str, Any]:
             with mock.patch.dict(os.environ, LORA_MERGE="0"):
                 assert bind(bridge) is bridge
                 assert "export_hf_weights" not in vars(bridge)
-            with mock.patch("builtins.print") as told:
+            with mock.patch("lora_merge.integrations.compat.announce") as told:
                 assert bind(bridge) is bridge
             assert told.called is (torch.distributed.get_rank() == 0), "one line, on the first rank"
         for merge in (True, False):
