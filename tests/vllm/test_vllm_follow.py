@@ -33,7 +33,7 @@ from lora_merge.publish.store import Store
 from tests.vllm.test_vllm_processes import Server, greedy
 
 DENSE = {"target_modules": engines.LINEARS}
-EXTENDED = {"worker_extension_cls": "shared_weights.Shared"}
+EXTENDED = {"worker_extension_cls": "weight_bits.Bits"}
 KEY = "sixteen bytes or more"
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 no_leftovers = engines.no_leftovers
