@@ -200,7 +200,7 @@ def test_gpu_functions_get_what_they_are_declared_with(monkeypatch: pytest.Monke
         "asked": torch.zeros(3, dtype=torch.int64),
         "before": torch.zeros(9, dtype=torch.uint8),
     }
-    for name in layout.CUDA_OPERATORS.keys() - {"cuda_problem", "tensor_maps"}:
+    for name in layout.CUDA_OPERATORS.keys() - {"cuda_problem", "tensor_maps", "thirds_cuda"}:
         given: dict[str, Any] = {}
         for number, field in enumerate(signature(getattr(operators, name)).parameters, start=100):
             if field != "_":  # what the others take and this one does not
@@ -219,6 +219,23 @@ def test_gpu_functions_get_what_they_are_declared_with(monkeypatch: pytest.Monke
                 assert got[field] == wanted, (name, field)
         sizes = {"n_codes": 3, "n_records": 5, "room": 7, "room_before": 9, "n_unit_segment": 0, "on_device": False}
         assert all(got[size] == count for size, count in sizes.items() if size in got), name
+
+
+def test_thirds_get_what_they_are_declared_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shape and the strides are the tensor's."""
+    recorder = Recorder()
+    monkeypatch.setattr(native, "compiled", recorder)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 4242, raising=False)
+    source, out = torch.zeros(6, 4).t(), torch.zeros(4, 6, dtype=torch.bfloat16)
+    operators.thirds_cuda(source, 3, out)
+    assert recorder.called["thirds_cuda"] == {
+        "source": source.data_ptr(), "rows": 4, "columns": 2, "planes": 3, "row_stride": 1, "column_stride": 4,
+        "destination": out.data_ptr(), "device": -1, "stream": 4242,
+    }  # fmt: skip
+    with pytest.raises(RuntimeError, match="thirds must have 24 elements"):
+        operators.thirds_cuda(source, 3, out[:3])
+    with pytest.raises(RuntimeError, match="thirds of torch.float64"):
+        operators.thirds_cuda(source.double(), 3, out)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")

@@ -204,10 +204,8 @@ def thirds_cuda(source: Tensor, planes: int, out: Tensor) -> None:
         out: `[rows, 3 * columns]`: first thirds of a row, second, third ones.
     """
     device, (rows, wide) = source.get_device(), source.shape
-    if source.dtype != torch.float32 or wide % planes or device < 0:
-        raise RuntimeError(
-            f"lora_merge: thirds of {source.dtype} {list(source.shape)} in {planes} planes, GPU {device}"
-        )
+    if source.dtype != torch.float32 or wide % planes:
+        raise RuntimeError(f"lora_merge: thirds of {source.dtype} {list(source.shape)} in {planes} planes")
     columns = wide // planes
     (address,) = _addresses(device, (out, "thirds", torch.bfloat16, 3 * rows * columns))
     native.compiled.thirds_cuda(source.data_ptr(), rows, columns, planes, *source.stride(), address, *_where(device))
