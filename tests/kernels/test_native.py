@@ -234,7 +234,7 @@ def test_thirds_get_what_they_are_declared_with(monkeypatch: pytest.MonkeyPatch)
     }  # fmt: skip
     with pytest.raises(RuntimeError, match="thirds must have 24 elements"):
         operators.thirds_cuda(source, 3, out[:3])
-    with pytest.raises(RuntimeError, match="thirds of torch.float64"):
+    with pytest.raises(RuntimeError, match=r"thirds of torch\.float64"):
         operators.thirds_cuda(source.double(), 3, out)
 
 
