@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one architecture")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--parallel", type=int, default=1, help="GPUs of one engine (tensor_parallel_size)")
+    parser.add_argument("--merged", action="store_true", help="merged weights alone, of engines without LoRA layers")
     parser.add_argument("--logs", type=Path, help="folder for what the engines say, a file for each architecture")
     args = parser.parse_args()
     sys.path[:0] = [str(HERE.parent.parent / "tests" / "support"), str(HERE.parent.parent)]
@@ -112,7 +113,7 @@ def tried(architecture: Architecture, args: argparse.Namespace) -> Row:
     """With LoRA layers where vLLM has them, else without."""
     row = Row(architecture.title)
     wanted = [LANGUAGE, NONE] if architecture.kind != "image" else [TOWER, LANGUAGE, NONE]
-    if architecture.experts or args.device == "cuda":
+    if architecture.experts or args.device == "cuda" or args.merged:
         wanted = [NONE]
     for number, lora in enumerate(wanted):
         refused, row = row.vllm, in_child(architecture.title, lora, args)

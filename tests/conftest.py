@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
@@ -45,6 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(fnmatchcase(f"{item.path.name}::{item.nodeid.partition('::')[2]}", pattern) for pattern in patterns):
             item.add_marker(pytest.mark.whole)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what has been imported out of later looks for garbage: tests and benchmarks ask for hundreds of them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=BACKENDS)

@@ -37,7 +37,7 @@ def test_six_families(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     script = ROOT / "benchmarks" / "architectures.py"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(script), "--only", *FAMILIES, "--json", str(record)]
+    command = [sys.executable, str(script), "--merged", "--only", *FAMILIES, "--json", str(record)]
     made = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert made.returncode == 0, made.stdout + made.stderr
     rows = {row["name"]: row for row in json.loads(record.read_text())["rows"]}
