@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
@@ -49,9 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what has been imported out of later looks for garbage: tests and benchmarks ask for hundreds of them."""
-    gc.collect()
-    gc.freeze()
+    import garbage  # noqa: F401
 
 
 @pytest.fixture(params=BACKENDS)

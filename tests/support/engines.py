@@ -264,7 +264,9 @@ def _end(context: Any, threads: Sequence[threading.Thread]) -> None:
 
 def engine_options(model: nn.Module) -> dict[str, Any]:
     dtype = next(model.parameters()).dtype
-    return {
+    # On a CPU a start fills the memory of the cache, half a second a GiB.
+    few = {} if torch.cuda.is_available() else {"num_gpu_blocks_override": 512}
+    return few | {
         "dtype": str(dtype).removeprefix("torch."),
         "enforce_eager": True,
         "skip_tokenizer_init": True,

@@ -43,7 +43,7 @@ class _Server(forkserver.ForkServer):
             there = {*sys.modules, *(["deepspeed"] if find_spec("deepspeed") else ())}  # which ranks alone import
             names = [name for name in _IMPORTED if name.partition(".")[0] in there]
             names += [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
-            self.set_forkserver_preload([__name__, *names])
+            self.set_forkserver_preload([__name__, *names, "garbage"])
         # A server has the paths of its environment alone.
         instead = {"PYTHONPATH": os.pathsep.join(sys.path), _PARENT: str(os.getpid()), "LORA_MERGE": "0"}
         with mock.patch.dict(os.environ, instead):
