@@ -192,7 +192,7 @@ class Server:
         data = None if body is None else json.dumps(body).encode()
         return self._send(urllib.request.Request(url, data, {"Content-Type": "application/json"}, method="POST"))
 
-    def tell(self, route: str, body: Any) -> None:
+    def confirm(self, route: str, body: Any) -> None:
         """Post to a route that answers in words, which have to begin with "Success"."""
         headers = {"Content-Type": "application/json"}
         url = f"{self.url}/{route}"

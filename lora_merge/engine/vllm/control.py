@@ -308,7 +308,7 @@ class HttpControl(OneServer, LlmControl):
 
     async def check_versions(self) -> None:
         try:
-            self._server.tell("v1/unload_lora_adapter", {"lora_name": ""})  # of which vLLM says that it names nothing
+            self._server.confirm("v1/unload_lora_adapter", {"lora_name": ""})  # of which vLLM says that it names nothing
         except Answered:
             return
         except NoRoute as error:
@@ -320,14 +320,14 @@ class HttpControl(OneServer, LlmControl):
         raise PushRefused(f"{self._server.url} takes off an adapter without a name: is something in front of it?")
 
     async def name_version(self, name: str, path: str) -> None:
-        self._server.tell("v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        self._server.confirm("v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
 
     async def allow_adapters(self, paths: Sequence[str], end: bool) -> list[str]:
         # First in front: a request that names one of the others is told so, and never reaches the engine.
         cards = self._server.get("v1/models").get("data", [])
         for card in cards:
             if str(card.get("root", "")).startswith(PREFIX) and card["root"] not in paths:
-                self._server.tell("v1/unload_lora_adapter", {"lora_name": card["id"]})
+                self._server.confirm("v1/unload_lora_adapter", {"lora_name": card["id"]})
         body = {"method": ADAPTERS, "args": [_allowing(paths, end)]}
         answer = self._server.post("collective_rpc", body=body)
         results = answer.get("results")

@@ -195,6 +195,8 @@ def add_version(worker: Any, session: WorkerSession, state: dict[str, Any], prel
     manager = worker.raw.model_runner.lora_manager
     kept = kept_adapters(manager)
     if kept is None:
+        if not hasattr(manager, "_load_adapter"):
+            raise RuntimeError(f"this vLLM's {type(manager).__name__} has no _load_adapter: push without keep")
         kept = manager._load_adapter = KeptAdapters(manager)
     kept.add(brought, before, version, preload and not session.asleep())
     session.update = None
