@@ -12,9 +12,9 @@ from typing import Any
 
 from .state import State
 
-PREFIX = "/lora_merge/"
+PREFIX = "/lora_merge/in-memory"
 """Begins the paths of this package's adapters, which name no files."""
-CONSTANT_PATH = f"{PREFIX}in-memory"
+CONSTANT_PATH = PREFIX
 """The path of the one adapter that pushes without `keep` replace."""
 _NAME = re.compile(r"lora_merge@(\d+)")
 
@@ -26,7 +26,7 @@ def name_of(version: int) -> str:
 
 def path_of(state: State) -> str:
     """Return the path of the version that an engine holds in a state; no other push of any trainer has the same."""
-    return f"{PREFIX}{state.trainer}/{state.version}"
+    return f"{PREFIX}/{state.trainer}/{state.version}"
 
 
 def version_of(answer: Any) -> int | None:

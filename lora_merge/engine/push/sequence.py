@@ -142,9 +142,11 @@ class EngineSequence:
             await self.make(replica, [])
             stays = not replica.paused_by_us and replica.handle.keeps
             if switches and stays and replica.index not in slept:
+                base = replica.to_adapter is None
                 raise PushRefused(
                     f"it holds weights of mode {replica.served!r} and was paused by somebody else: requests that were "
-                    f"kept would go on with those of mode {mode!r}. Resume it before a push that changes the mode"
+                    f"kept would go on with those of {'another base' if base else f'mode {mode!r}'}. Resume it before "
+                    f"a push that changes the {'base' if base else 'mode'}"
                 )
 
     def _pause_of(self, replica: Replica, switches: bool) -> str:

@@ -308,7 +308,9 @@ class HttpControl(OneServer, LlmControl):
 
     async def check_versions(self) -> None:
         try:
-            self._server.confirm("v1/unload_lora_adapter", {"lora_name": ""})  # of which vLLM says that it names nothing
+            self._server.confirm(
+                "v1/unload_lora_adapter", {"lora_name": ""}
+            )  # of which vLLM says that it names nothing
         except Answered:
             return
         except NoRoute as error:
