@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lora_merge import PushRefused
 from lora_merge.engine.adapter_versions import CONSTANT_PATH, name_of, path_of, version_of
+from lora_merge.engine.control.calls import drive
+from lora_merge.engine.control.http import Answered, NoRoute
 from lora_merge.engine.state import State, change
 from lora_merge.engine.vllm import kept_requests
+from lora_merge.engine.vllm.control import HttpControl
 from lora_merge.engine.vllm.kept_requests import guard, lora_merge_adapters, shut
 
 FIRST, SECOND = (State("adapter", number, "base", trainer="t") for number in (1, 2))
@@ -111,3 +116,48 @@ def test_the_door_of_the_process_that_asks() -> None:
             check(lora(other, name_of(9)))
     assert len(seen) == 6
     shut("http://host:8000", [])  # a handle through which this process makes no requests
+
+
+@pytest.mark.parametrize(
+    ("answer", "refusal"),
+    [
+        (Answered("http://host/v1/unload_lora_adapter", 400, "'lora_name' needs to be provided"), ""),
+        (NoRoute("404"), r"lets nobody name adapters at run time: .*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.*private"),
+        (None, "takes off an adapter without a name"),
+    ],
+)
+def test_a_server_that_lets_nobody_name_adapters(answer: Any, refusal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    control = HttpControl("http://127.0.0.1:8000")
+    asked: list[Any] = []
+
+    def confirm(route: str, body: Any) -> None:
+        asked.append((route, body))
+        if answer is not None:
+            raise answer
+
+    monkeypatch.setattr(control._server, "confirm", confirm)
+    with pytest.raises(PushRefused, match=refusal) if refusal else nullcontext():
+        drive(control.check_versions())
+    assert asked == [("v1/unload_lora_adapter", {"lora_name": ""})]
+
+
+def test_what_a_server_serves_is_unloaded_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of others stay; what has gone from its front is told to its core after that."""
+    control = HttpControl("http://127.0.0.1:8000")
+    roots = {"base": "/models/base", name_of(1): path_of(FIRST), name_of(2): path_of(SECOND), "theirs": "/a/b"}
+    cards = [{"id": name, "root": root} for name, root in roots.items()]
+    asked: list[Any] = []
+    server = control._server
+    monkeypatch.setattr(server, "get", lambda route: {"data": cards})
+    monkeypatch.setattr(server, "confirm", lambda route, body: asked.append((route, body["lora_name"])))
+
+    def post(route: str, body: Any) -> dict[str, Any]:
+        asked.append((route, body["method"], json.loads(body["args"][0])))
+        return {"results": [json.dumps({"in_use": [path_of(FIRST)]})]}
+
+    monkeypatch.setattr(server, "post", post)
+    assert drive(control.allow_adapters([path_of(SECOND)], False)) == [path_of(FIRST)]
+    assert asked == [
+        ("v1/unload_lora_adapter", name_of(1)),
+        ("collective_rpc", "lora_merge_adapters", {"allowed": [path_of(SECOND)], "end": False}),
+    ]
