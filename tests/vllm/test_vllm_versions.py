@@ -41,6 +41,10 @@ def asked(count: int = 2) -> list[list[int]]:
     return [torch.randint(256, (2 * BLOCK + 5,), generator=g).tolist() for _ in range(count)]
 
 
+def prompts_of(tokens: list[list[int]]) -> list[Any]:
+    return [{"prompt_token_ids": prompt} for prompt in tokens]
+
+
 def ask(llm: LLM, lora: Any, cached: int) -> list[Any]:
     """Answers of one version, each with so many tokens of its prompt out of the cache."""
     outputs = engines.ask(llm, lora, asked())
@@ -82,8 +86,8 @@ def versions(sync: VllmSync, llm: LLM, model: Any) -> dict[int, Any]:
             assert_answers(outputs, policies[kept], asked())
     # Three do not fit into vLLM's two places: each was loaded again, from the worker's memory.
     sync.check()
-    assert {sync.version_of(output) for output in sync.generate([{"prompt_token_ids": p} for p in asked()])} == {4}
-    assert {version_of(o) for o in sync.generate([{"prompt_token_ids": asked()[0]}], version=3)} == {3}
+    assert {sync.version_of(output) for output in sync.generate(prompts_of(asked()), engines.GREEDY)} == {4}
+    assert {version_of(o) for o in sync.generate(prompts_of(asked(1)), engines.GREEDY, version=3)} == {3}
     with pytest.raises(InvalidInput, match=r"version must be one of those that are kept, 2, 3, 4; got 1"):
         sync.lora_request(1)
     with pytest.raises(ValueError, match="lora_merge@1 is not kept in this engine"):
@@ -221,7 +225,7 @@ async def pushes_while_requests_run(llm: AsyncLLM, sync: VllmSync, model: Any) -
     for step in range(6):
         while len(answers) < 3 * step:
             await asyncio.sleep(0.01)
-        train(model, 2 + step, size=0.2)
+        train(model, 2 + step)
         report = await push()
         assert not report.base_sent
         assert "pause" not in report.seconds
@@ -269,6 +273,10 @@ def said(model: Any, tokens: int = 10) -> list[int]:
     return ids[-tokens:]
 
 
+def said_here(llm: LLM, sync: VllmSync) -> list[int]:
+    return list(engines.ask(llm, sync.lora_request(), asked(1))[0].outputs[0].token_ids)
+
+
 def names(server: Server) -> set[str]:
     with urllib.request.urlopen(f"{server.url}/v1/models", timeout=60) as response:
         return {card["id"] for card in json.loads(response.read())["data"] if "lora" in card["id"]}
@@ -284,8 +292,13 @@ def test_versions_over_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     try:
         with engine(model, tmp_path / "base", block_size=BLOCK, **LORA) as llm:
             server.wait()
+            with closing(VllmSync(model, server.url, mode="adapter")) as sync:
+                versions_of_a_server(server, sync, model)
             with closing(VllmSync(model, [server.url, llm], mode="adapter")) as sync:
-                versions_of_a_server(server, llm, sync, model)
+                report = sync.push(keep=2)
+                assert report.base_sent, "to the one that has just come"
+                assert report.versions == (7,), "which all of them have"
+                assert names(server) == {"lora_merge@6", "lora_merge@7"}
                 one_replica_fails(server, llm, sync, model)
                 kept = sync.adapter_name()
             before = said(model)
@@ -303,7 +316,7 @@ def test_versions_over_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         server.close()
 
 
-def versions_of_a_server(server: Server, llm: LLM, sync: VllmSync, model: Any) -> None:
+def versions_of_a_server(server: Server, sync: VllmSync, model: Any) -> None:
     with pytest.raises(PushRefused, match=r"engine 0 cannot take an adapter: its API server.*keep=1"):
         sync.push()
     answers = {}
@@ -317,7 +330,6 @@ def versions_of_a_server(server: Server, llm: LLM, sync: VllmSync, model: Any) -
             assert over_http(server, sync.adapter_name(kept)) == (kept, answers[kept])
     with pytest.raises(urllib.error.HTTPError, match="404"):
         over_http(server, "lora_merge@1")
-    assert_answers(engines.ask(llm, sync.lora_request(), asked()), model, asked())
     # A request that runs through three pushes ends on the version that it began with.
     began, name = said(model, 24), sync.adapter_name()
     with ThreadPoolExecutor(1) as pool:
@@ -347,11 +359,9 @@ def one_replica_fails(server: Server, llm: LLM, sync: VllmSync, model: Any) -> N
             with pytest.raises(PushRefused, match=r"engine [01]: .*injected.* was taken back: every engine answers"):
                 sync.push()
         assert sync.states() == states
-        assert (sync.adapter_name(), names(server)) == (name, {name})
+        assert (sync.adapter_name(), names(server)) == (name, {"lora_merge@6", name})
         assert over_http(server, name) == (states[0].version, serving)
-        assert [output.outputs[0].token_ids for output in engines.ask(llm, sync.lora_request(), asked()[:1])] == [
-            serving
-        ]
+        assert said_here(llm, sync) == serving
     sync.push()
     assert over_http(server, sync.adapter_name())[1] == said(model)
-    assert_answers(engines.ask(llm, sync.lora_request(), asked()), model, asked())
+    assert said_here(llm, sync) == said(model)
