@@ -64,6 +64,11 @@ class WorkerInfo:
     calibrated: str = ""
     shares: SharedExperts | None = None
     computing: Mapping[str, Any] = field(default_factory=dict)
+    # Versions of adapters (adapter_versions.py): states of those that requests may ask for, oldest first; of those that
+    # leave with the requests that have them; and the newest number that there ever was, 0 where there was none.
+    kept: Sequence[State] = ()
+    leaving: Sequence[State] = ()
+    newest: int = 0
     # What is kept in the worker.
     name: str = ""  # which no other worker has
     state: State
@@ -79,9 +84,10 @@ class WorkerInfo:
     # where the engine has what the stream fills; and which updates and pulls it is ready for.
     fits: Mapping[str, Mapping[str, str]]
     ready: Sequence[str]
-    # As of `Control.adapters` and `Control.media`; noted by the trainer.
+    # As of `Control.adapters`, `Control.versions` and `Control.media`; noted by the trainer.
     no_adapters: str | None = None
     no_media: str | None = None
+    no_versions: str = ""
 
     @classmethod
     def read(cls, answer: Mapping[str, Any]) -> WorkerInfo:
@@ -95,6 +101,8 @@ class WorkerInfo:
         info.state = _read(State, answer["state"], rank)
         info.lora = _read(LoraLimits, answer["lora"], rank) if answer["lora"] else None
         info.shares = _read(SharedExperts, answer["shares"], rank) if answer.get("shares") else None
+        for name in ("kept", "leaving"):
+            setattr(info, name, [_read(State, one, rank) for one in answer.get(name, ())])
         return info
 
     @property

@@ -47,6 +47,7 @@ _CHANGES: dict[str, tuple[frozenset[str], str]] = {
     "end": (frozenset({"dirty"}), "brought"),  # all of it is there
     "break": (_ANY, "dirty"),  # a push failed after it began
     "overwrite": (WEIGHTS, "dirty"),  # something else wrote to the weights: a sleep, a reload
+    "switch": (frozenset({"base", "adapter"}), "brought"),  # a version of an adapter is the newest from now on
     "evict": (frozenset({"adapter"}), "base"),  # the engine dropped the adapter
     "return": (
         _ANY,
@@ -59,9 +60,9 @@ def change(held: State, event: str, *, reason: str = "", brought: State | None =
     """Return what an engine holds after an event.
 
     Args:
-        event: "begin", "end", "break", "overwrite", "evict" or "return".
+        event: "begin", "end", "break", "overwrite", "switch", "evict" or "return".
         reason: why it is dirty from now on.
-        brought: by the push that ends.
+        brought: by the push that ends, or the version that is switched to.
 
     Raises:
         RuntimeError: this cannot happen to an engine that holds `held`.

@@ -21,13 +21,13 @@ from .control.base import Control
 from .control.calls import drive
 from .push.channels import Trainer
 from .push.planner import PushPlanner
-from .push.pusher import Pusher
 from .push.replica import SyncReport, check_handle
 from .push.sharing import Sharing, check_shareable, check_shared_arguments
+from .push.versions import VersionPusher
 from .transport.lent import LENT
 
 
-class EngineSync(Pusher):
+class EngineSync(VersionPusher):
     """Pushes the model that is being trained into one or several engines of one kind; `VllmSync` and `SglangSync`
     derive from it, and document the arguments.
 
@@ -125,7 +125,7 @@ class EngineSync(Pusher):
     async def __aexit__(self, *exception: object) -> None:
         await self.aclose()
 
-    def push(self, *, mode: Mode | None = None, verify: bool = False) -> SyncReport:
+    def push(self, *, mode: Mode | None = None, keep: int | None = None, verify: bool = False) -> SyncReport:
         """Bring the model as it is now into every engine.
 
             report = sync.push()
@@ -135,6 +135,10 @@ class EngineSync(Pusher):
 
         Args:
             mode: "merged" or "adapter" for this and later pushes, the same on every rank; default: as before.
+            keep: in adapter mode, for this and later pushes: bring the adapter as a new version beside those before it,
+                and keep the last so many. Nothing is paused, no cache is reset, and requests in flight end on the
+                version that they began with. If one engine fails, all answer with the version before. 0 (at first): one
+                adapter, whose place each push takes.
             verify: also compare checksums of every tensor on both sides, and of what lies in the engine where that can
                 be read; a base that stays is looked at whole. Slow: for tests.
 
@@ -150,16 +154,16 @@ class EngineSync(Pusher):
         """
         if any(control.suspends for control in self._trainer.controls):
             raise InvalidInput(f"{self.awaited} has to be awaited: use `await apush()` in its event loop")
-        return drive(self._push(mode, verify))
+        return drive(self._push(mode, verify, keep))
 
-    async def apush(self, *, mode: Mode | None = None, verify: bool = False) -> SyncReport:
+    async def apush(self, *, mode: Mode | None = None, keep: int | None = None, verify: bool = False) -> SyncReport:
         """Bring the model as it is now into every engine, from the event loop of an asynchronous handle; see `push`.
 
             report = await sync.apush()
 
         The loop keeps running meanwhile.
         """
-        return await self._push(mode, verify)
+        return await self._push(mode, verify, keep)
 
     def check(self) -> None:
         """Check that the engines whose handles this rank holds still hold what was pushed last. Not collective.
@@ -215,10 +219,32 @@ class EngineSync(Pusher):
     def _guard(self, control: Control, sharing: Sharing) -> None:
         """Refuse, as long as a trainer shares the engine's weights, what would take them from it."""
 
-    async def _push(self, mode: str | None, verify: bool) -> SyncReport:
+    async def _push(self, mode: str | None, verify: bool, keep: int | None = None) -> SyncReport:
         if mode is None:
             mode = self._mode
         check_choice("mode", mode, Mode)
+        before = self._keep
+        self._keep = self._checked_keep(mode, keep)
+        try:
+            return await self._pushed_as(mode, verify)
+        except BaseException:
+            self._keep = before
+            raise
+
+    def _checked_keep(self, mode: str, keep: int | None) -> int:
+        """Return how many versions are kept from now on."""
+        if keep is None:
+            return self._keep
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
+            raise InvalidInput(f"keep must be a number of versions, or 0 for none beside the newest, got {keep!r}")
+        if keep and mode != "adapter":
+            raise InvalidInput(
+                f"keep={keep} is for mode='adapter', where engines keep versions of the adapter beside the base; got "
+                f"mode={mode!r}"
+            )
+        return keep
+
+    async def _pushed_as(self, mode: str, verify: bool) -> SyncReport:
         _check_served(self._weights, mode)
         if self.sharing is not None:
             self.sharing.lay_again()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,10 @@ from typing import Any
 import pytest
 import vllm.model_executor.model_loader.reload.layerwise as layerwise
 from vllm.lora.lora_model import LoRAModel
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.input_processor import InputProcessor
 
 import lora_merge.engine
 from lora_merge.engine.vllm import internals
@@ -69,3 +74,15 @@ def test_a_manager_of_another_vllm() -> None:
     assert internals.lacks(worker(lora_manager=SimpleNamespace(_adapter_manager=inner))) == ["SimpleNamespace.capacity"]
     with pytest.raises(AttributeError, match="none of vLLM's names"):
         internals.something  # noqa: B018
+
+
+def test_vllm_loads_adapters_from_files_alone() -> None:
+    """Where a request can carry an adapter's tensors, `KeptAdapters` and the doors of `kept_requests` may not be needed
+    any more."""
+    fields = {"lora_name", "lora_int_id", "lora_path", "base_model_name", "load_inplace", "is_3d_lora_weight"}
+    assert set(LoRARequest.__struct_fields__) <= fields | {"tensorizer_config_dict"}
+    assert list(inspect.signature(LRUCacheWorkerLoRAManager._load_adapter).parameters) == ["self", "lora_request"]
+    assert list(inspect.signature(EngineCore.add_request).parameters) == ["self", "request", "request_wave"]
+    called = list(inspect.signature(EngineCore.collective_rpc).parameters)
+    assert called == ["self", "method", "timeout", "args", "kwargs"]
+    assert list(inspect.signature(InputProcessor._validate_lora).parameters) == ["self", "lora_request"]

@@ -241,6 +241,8 @@ def test_two_replicas_over_http(servers: list[Server]) -> None:
             assert [server.generate(prompt) for server in servers] == [wanted, wanted]
     with pytest.raises(PushRefused, match=r'(?s)API server does not know.*mode="merged"'):
         sync.push(mode="adapter")
+    with pytest.raises(PushRefused, match=r"without enable_lora=True"):
+        sync.push(mode="adapter", keep=1)
     sync.push(mode="merged")
     same = [servers[0].url, servers[0].url.replace("127.0.0.1", "localhost")]
     with (

@@ -72,11 +72,15 @@ class Control:
             when the engine dies is never answered.
         far: whether it has workers on other hosts, which cannot look this process up.
         adapters, media: why adapters cannot be served, and encoders' caches not be reset, over this handle.
+        versions: why no versions of adapters can be kept over this handle; "" where they can.
+        preloads: whether a worker loads a version by itself; else `name_version` has it loaded.
         name: of this kind of engines.
         plugins: the environment variable that says which plugins the engine loads.
     """
 
     adapters: str | None = None
+    versions: str = "this kind of engine keeps none"
+    preloads: bool = True
     media: str | None = None
     name: ClassVar[str] = ""
     plugins: ClassVar[str] = ""
@@ -207,6 +211,23 @@ class Control:
 
     async def name_adapter(self, there: bool) -> None:
         """Allow requests to name the loaded adapter, or forbid it."""
+
+    async def check_versions(self) -> None:
+        """Raise `PushRefused` if this engine cannot keep versions of adapters, before anything is sent."""
+
+    async def name_version(self, name: str, path: str) -> None:
+        """Let requests name a version of an adapter that all workers have."""
+
+    async def allow_adapters(self, paths: Sequence[str], end: bool) -> list[str]:
+        """Let requests ask for these of this package's adapters alone (adapter_versions.py).
+
+        Args:
+            end: whether requests in flight that have another one are ended.
+
+        Returns:
+            the paths that requests in flight have.
+        """
+        raise NotImplementedError
 
     async def end_wrong_mode_requests(self, adapter: bool) -> None:
         """End requests that came while a push changed the mode and were made for the other one: their clients get

@@ -192,6 +192,15 @@ class Server:
         data = None if body is None else json.dumps(body).encode()
         return self._send(urllib.request.Request(url, data, {"Content-Type": "application/json"}, method="POST"))
 
+    def confirm(self, route: str, body: Any) -> None:
+        """Post to a route that answers in words, which have to begin with "Success"."""
+        headers = {"Content-Type": "application/json"}
+        url = f"{self.url}/{route}"
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers, method="POST")
+        text = self._text(request)[0].decode(errors="replace")
+        if not text.startswith("Success"):
+            raise Unfit(f"{url} answered 200 and {_shown(text)!r}: {self.hint}")
+
     def get(self, route: str) -> dict[str, Any]:
         return self._send(urllib.request.Request(f"{self.url}/{route}"))
 
@@ -221,8 +230,20 @@ class Server:
     def _send(self, request: urllib.request.Request) -> dict[str, Any]:
         """Return the JSON of the answer; raise `Unfit`, `Answered` or `NotReached`."""
         url = request.full_url
+        text, kind = self._text(request)
         try:
-            text, kind = send(request, TIMEOUT_S)
+            answer = json.loads(text) if text else {}
+        except ValueError as error:
+            raise Unfit(f"{url} answers with {kind}, which is not JSON: {self.hint}") from error
+        if not isinstance(answer, dict):
+            raise self.unlike(answer)
+        return answer
+
+    def _text(self, request: urllib.request.Request) -> tuple[bytes, str]:
+        """Return the answer and its kind; raise `Unfit`, `Answered` or `NotReached`."""
+        url = request.full_url
+        try:
+            return send(request, TIMEOUT_S)
         except urllib.error.HTTPError as error:
             raise self._error(url, error) from error
         except urllib.error.URLError as error:
@@ -236,13 +257,6 @@ class Server:
             raise Unfit(f"{url} does not answer in HTTP ({error!r}): {self.hint}") from error
         except TooMuch as error:
             raise Unfit(f"{url}: {error}: {self.hint}") from error
-        try:
-            answer = json.loads(text) if text else {}
-        except ValueError as error:
-            raise Unfit(f"{url} answers with {kind}, which is not JSON: {self.hint}") from error
-        if not isinstance(answer, dict):
-            raise self.unlike(answer)
-        return answer
 
     def _error(self, url: str, error: urllib.error.HTTPError) -> RuntimeError:
         detail, kind = _shown(error.read(_LONGEST).decode(errors="replace")), _kind(error.headers)

@@ -48,6 +48,7 @@ async def hello(trainer: Trainer, work: Callable[[], None] | None = None, **mess
         control.workers = [pid for pid in here if pid != os.getpid()]
         for worker in workers:
             worker.no_adapters, worker.no_media = control.adapters, control.media
+            worker.no_versions = control.versions
         introduced[index] = workers
 
     controls = trainer.controls

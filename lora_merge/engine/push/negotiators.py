@@ -17,10 +17,15 @@ from ..payload.adapter import AdapterSource, writer_of
 from ..payload.pull import MOVED, PullBuilder, PullSource, Unmoved, readable, unreadable
 from ..payload.recipients import Recipients
 from ..payload.update import UpdateBuilder, UpdatePayload
+from ..state import State
 from .channels import Trainer
 from .replica import Replica
 
 _INSTEAD = '; push with mode="merged" instead'
+
+
+def _numbers(kept: Sequence[State]) -> str:
+    return ", ".join(str(one.version) for one in kept)
 
 
 class AdapterNegotiator:
@@ -53,15 +58,43 @@ class AdapterNegotiator:
         adapter, _ = await self._trainer.keep_and_gather(self._try(dtype, limit, replicas))
         return adapter
 
-    def check(self, replicas: Sequence[Replica]) -> None:
-        """Raise `PushRefused` if some engine serves no adapters."""
+    async def check(self, replicas: Sequence[Replica], keep: int) -> None:
+        """Raise `PushRefused` if some engine serves no adapters, or not in this way.
+
+        Args:
+            keep: as of `Planner`.
+        """
         for replica in replicas:
-            if replica.workers[0].no_adapters:
-                raise PushRefused(
-                    f"engine {replica.index} cannot take an adapter: {replica.workers[0].no_adapters}{_INSTEAD}"
-                )
-            if any(worker.lora is None for worker in replica.workers):
-                raise PushRefused(f"engine {replica.index} was started without enable_lora=True{_INSTEAD}")
+            self._check(replica, keep)
+        if keep:
+            trainer = self._trainer
+            await trainer.everywhere(trainer.all_own(replicas, lambda replica: replica.handle.check_versions()))
+
+    @staticmethod
+    def _check(replica: Replica, keep: int) -> None:
+        constant = replica.state.kind == "adapter" and replica.state not in replica.kept
+        if keep and replica.workers[0].no_versions:
+            raise PushRefused(
+                f"engine {replica.index} cannot keep versions of an adapter (keep={keep}): "
+                f'{replica.workers[0].no_versions}; push without keep, or with mode="merged"'
+            )
+        if keep and constant:
+            raise PushRefused(
+                f"engine {replica.index} holds {replica.state}, one adapter whose place each push takes, and requests "
+                f'in flight may have it: go on without keep, or push with mode="merged" once before keep={keep}'
+            )
+        if not keep and replica.kept:
+            raise PushRefused(
+                f"engine {replica.index} keeps versions of an adapter ({_numbers(replica.kept)}), beside which one "
+                'adapter whose place each push takes is not served: go on with keep=, or push with mode="merged" '
+                "once before"
+            )
+        if not keep and replica.workers[0].no_adapters:
+            raise PushRefused(
+                f"engine {replica.index} cannot take an adapter: {replica.workers[0].no_adapters}{_INSTEAD}"
+            )
+        if any(worker.lora is None for worker in replica.workers):
+            raise PushRefused(f"engine {replica.index} was started without enable_lora=True{_INSTEAD}")
 
     def _read(self, dtype: torch.dtype) -> AdapterSource:
         writer = writer_of(self._weights)

@@ -18,6 +18,7 @@ from ..payload.base import Payload, WeightsPayload
 from ..payload.checksums import Fingerprint
 from ..payload.pull import Unmoved
 from ..payload.update import UpdatePayload
+from ..payload.version import VersionPayload
 from ..state import State
 from ..transport.routing import Route
 from .channels import Trainer
@@ -46,7 +47,14 @@ class Transfer:
 
 
 class Planner:
-    """Plans what a push sends to which engines."""
+    """Plans what a push sends to which engines.
+
+    Attributes:
+        keep: how many versions of an adapter engines are to keep in adapter mode; 0: one adapter, which each push
+            replaces.
+    """
+
+    keep = 0
 
     def read(self, mode: str) -> BucketWriter | None:
         """Read what a push most likely begins with, while engines say who they are. Collective."""
@@ -171,7 +179,7 @@ class PushPlanner(Planner):
                 'pass merge="trainer"'
             )
         if beside:
-            self._adapter.check(replicas)
+            await self._adapter.check(replicas, self.keep)
         base = await self._check(self._base, replicas, read)
         if not beside:
             update = await self._update(self._base, base, replicas, self._check.recipients())
@@ -184,16 +192,20 @@ class PushPlanner(Planner):
             fingerprint = await self._same(lambda: self._of_frozen(base, verify))
             lacks, source, changed = partial(_lacks_base, fingerprint=fingerprint), adapter, None
         without = [replica for engine in engines_of(replicas) if any(map(lacks, engine)) for replica in engine]
-        report.base_sent = bool(without)
-        report.left_out = tuple(sorted(self._base.left_out)) if without else ()
-        report.kept = self._check.kept if without else ()
+        report.base_sent = report.base_sent or bool(without)
+        report.left_out = tuple(sorted(self._base.left_out)) if without else report.left_out
+        report.kept = self._check.kept if without else report.kept
         bare, after = (
             State(kind, report.version, fingerprint, trainer=self._trainer.name)
             for kind in ("base", "adapter" if beside else "merged")
         )
-        transfers = [Transfer(after, source, replicas, Route.of_buckets(source))]
+        payload: Payload = source
+        if beside and self.keep:
+            payload = VersionPayload(adapter, staged=all(control.beats for control in self._trainer.controls))
+        transfers = [Transfer(after, payload, replicas, Route.of_buckets(source))]
         if without:
-            transfers.insert(0, await self._full(bare, self._base, base, without, report, verify, changed))
+            first = await self._full(bare, self._base, base, without, report, verify, changed)
+            return [first] if beside and self.keep else [first, *transfers]  # a version follows when all have the base
         return transfers
 
     def _of_frozen(self, base: BucketWriter, verify: bool) -> str:

@@ -59,6 +59,7 @@ class Pusher:
         self._computing, self._warned_of_differences = computing, set[tuple[int, str]]()
         self._closed = self._held = False
         self._pushed: State | None = None
+        self._floor = 0  # the last version that requests could name: an engine that was started anew counts from 1
         self._warned_of_calibrated: set[int] = set()
         self._counted: tuple[Table, int, int] = ((), 0, 0)  # the last push's table, its tensors and bytes
         self.sharing: Sharing | None = None
@@ -130,16 +131,32 @@ class Pusher:
         return not any(errors)
 
     async def _locked_push(self, mode: str, verify: bool) -> SyncReport:
-        trainer, report = self._trainer, SyncReport(0, mode)
-        self._sequence.begin(trainer.name)
-        if torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()
-
+        report = self._begin(mode)
         # 1. Ask, check, plan, connect. A failure leaves every engine as it was: `PushRefused`.
         with report.timed("check"):
             replicas, transfers, slept = await self._prepare(report, verify)
+        await self._carry_out(report, replicas, transfers, slept, verify)
+        return report
+
+    def _begin(self, mode: str) -> SyncReport:
+        self._sequence.begin(self._trainer.name)
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+        return SyncReport(0, mode)
+
+    async def _carry_out(
+        self,
+        report: SyncReport,
+        replicas: Sequence[Replica],
+        transfers: Sequence[Transfer],
+        slept: Mapping[int, int],
+        verify: bool,
+    ) -> None:
+        """Do what `_prepare` has planned. Engines to which nothing is sent are not paused."""
+        trainer, mode = self._trainer, report.mode
         last, held = transfers[-1], {replica.index: replica.state for replica in replicas}
-        name = last.state.adapter or f"{mode}@{report.version}"
+        name = last.state.adapter or f"{last.state.kind}@{report.version}"
+        sent = {replica.index for one in transfers for replica in one.replicas}
         # Engines that compute together resume together, when all ranks know that none has failed. Any other one resumes
         # with the last message of the last transfer.
         through = {engine[0].index for engine in engines_of(replicas) if len(engine) == 1}.difference(slept)
@@ -148,7 +165,8 @@ class Pusher:
             # 2. Pause: "note_pause", and the engine's own pause. With `pause="keep"` both go with the first message of
             #    the transfer. A failure leaves the engine with its old weights; step 4 resumes it.
             with report.timed("pause"):
-                await trainer.each(replicas, partial(self._sequence.pause, mode=mode, slept=slept))
+                pause = partial(self._sequence.pause, mode=mode, slept=slept, kind=last.state.kind)
+                await trainer.each([replica for replica in replicas if replica.index in sent], pause)
             # 3. Transfer (transfer.py): "begin_full", then "receive", "pull", "receive_adapter" or "receive_update", at
             #    the end "merge" or "commit". A worker is dirty from its first write to its commit, and so is an engine
             #    that fails there: it stays paused. The others go on.
@@ -186,7 +204,6 @@ class Pusher:
             raise error
         self._pushed = last.state
         self._fill(report, replicas, transfers)
-        return report
 
     async def _prepare(
         self, report: SyncReport, verify: bool
@@ -204,7 +221,8 @@ class Pusher:
         # "hello": workers say what they are and hold, and take the lease.
         replicas = await self._introduce(*known, read_model)
         report.differs = warn_of_differences(replicas, self._computing(), self._warned_of_differences)
-        report.version = max(replica.state.version for replica in replicas) + 1
+        if not report.version:  # else another part of the same push follows
+            report.version = max(self._floor, *(max(r.state.version, r.newest) for r in replicas)) + 1
         slept = {replica.index: replica.asleep for replica in replicas if replica.asleep or replica.waking}
         try:
             if slept:

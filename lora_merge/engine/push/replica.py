@@ -51,6 +51,7 @@ class SyncReport:
             not for what was pushed, in words; "" where none have (docs/vllm.md, Scales of the KV cache).
         differs: in which settings an engine's configuration says that it computes otherwise than the trainer's model,
             in words; "" where none does.
+        versions: with `keep`: the versions that requests may ask for (`lora_request`), oldest first.
     """
 
     version: int
@@ -70,6 +71,7 @@ class SyncReport:
     reloaded: int = 0
     calibrated: str = ""
     differs: str = ""
+    versions: tuple[int, ...] = ()
 
     @property
     def gb_s(self) -> float:
@@ -101,6 +103,8 @@ class SyncReport:
             why += f"; KV cache scales of the engine's checkpoint kept: {self.calibrated}"
         if self.differs:
             why += f"; an engine computes otherwise: {self.differs}"
+        if self.versions:
+            why += f"; kept: {', '.join(map(str, self.versions))}"
         once = f" and {self.shared / 1e6:.1f} MB held once" if self.shared else ""
         over = f" over {'+'.join(self.transports)}" if self.transports else ""
         return (
@@ -119,6 +123,7 @@ class Replica:
         workers: what its workers say of themselves, in rank order.
         paused_by_us: whether a push has paused it, and not its user.
         to_adapter: whether a push that changes the mode ends in adapter mode; None where it does not change.
+        allowed: paths of the adapters that requests may ask for when the push has ended; None where it had no versions.
         begun: whether this push has begun to write to it.
         lost: whether another trainer has taken its lease: this push does nothing more to it.
         moved: whether it has generated in the middle of this push.
@@ -135,6 +140,7 @@ class Replica:
     workers: list[WorkerInfo]
     paused_by_us: bool = False
     to_adapter: bool | None = None
+    allowed: list[str] | None = None
     begun: bool = False
     lost: bool = False
     moved: bool = False
@@ -179,6 +185,16 @@ class Replica:
     def still_paused(self) -> bool:
         """Whether a push that failed, or whose trainer died, has left it paused."""
         return any(worker.paused for worker in self.workers)
+
+    @property
+    def kept(self) -> list[State]:
+        """The versions of adapters that all its workers keep and requests may ask for, oldest first."""
+        return [one for one in self.workers[0].kept if all(one in worker.kept for worker in self.workers)]
+
+    @property
+    def newest(self) -> int:
+        """The number of the newest version of an adapter that it ever had; 0 for none."""
+        return max(worker.newest for worker in self.workers)
 
     @property
     def asleep(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ...choices import Pause, check_choice
 from ...errors import PushFailed, PushRefused
+from ..adapter_versions import CONSTANT_PATH
 from ..control.base import Call, Control, Moved, NotOurs, Unheard
 from ..control.calls import EngineGone
 from ..messages import WorkerInfo
@@ -22,7 +23,10 @@ from ..state import State
 from .planner import Transfer
 from .replica import Replica
 
-_ANY_TIME = frozenset({"note_pause", "renew_lease", "abort", "received_checksums", "stage_update", "staged"})
+_ANY_TIME = frozenset({
+    *("note_pause", "renew_lease", "abort", "received_checksums", "stage_update", "staged"),
+    *("stage_version", "receive_version", "add_version", "remove_versions"),
+})  # fmt: skip
 """Operations that may run while the engine generates: before its pause, or when nothing more will come."""
 
 
@@ -102,7 +106,7 @@ class EngineSequence:
 
     # ---- pause -------------------------------------------------------------------------------------------------------
 
-    async def pause(self, replica: Replica, mode: str, slept: Container[int] = ()) -> None:
+    async def pause(self, replica: Replica, mode: str, slept: Container[int] = (), *, kind: str = "") -> None:
         """Stop generation; with the next message, where no request is waited for or ended.
 
         A request keeps the adapter, or none, with which it began, and a change of mode replaces the weights that it
@@ -110,12 +114,16 @@ class EngineSequence:
 
         Args:
             slept: indices of engines that this push woke.
+            kind: of the state that the push brings.
 
         Raises:
             PushRefused: the mode changes, and the engine is paused by its user, perhaps with requests of the other one.
         """
         switches, holders = {replica.served, mode} == {"merged", "adapter"}, Call("holders", wanted=("",))
         replica.to_adapter = mode == "adapter" if switches else None
+        if replica.newest:
+            replica.allowed = [CONSTANT_PATH] if kind == "adapter" else []
+            switches = switches or bool(replica.kept)  # versions go with the base that they belong to
         pause = self._pause_of(replica, switches)
         if replica.still_paused:
             replica.paused_by_us = True
@@ -134,9 +142,11 @@ class EngineSequence:
             await self.make(replica, [])
             stays = not replica.paused_by_us and replica.handle.keeps
             if switches and stays and replica.index not in slept:
+                base = replica.to_adapter is None
                 raise PushRefused(
                     f"it holds weights of mode {replica.served!r} and was paused by somebody else: requests that were "
-                    f"kept would go on with those of mode {mode!r}. Resume it before a push that changes the mode"
+                    f"kept would go on with those of {'another base' if base else f'mode {mode!r}'}. Resume it before "
+                    f"a push that changes the {'base' if base else 'mode'}"
                 )
 
     def _pause_of(self, replica: Replica, switches: bool) -> str:
@@ -305,8 +315,10 @@ def _names(name: str, state: State) -> list[Call]:
 
 
 def _end_wrong_mode_requests(replica: Replica) -> list[Call]:
-    """Return the call that ends requests which came while the mode changed and were made for the other mode."""
-    return [] if replica.to_adapter is None else [Call("end_wrong_mode_requests", (replica.to_adapter,))]
+    """Return the calls that end requests which came while the mode changed and were made for the other mode, or for
+    versions of adapters that have gone."""
+    ends = [] if replica.to_adapter is None else [Call("end_wrong_mode_requests", (replica.to_adapter,))]
+    return ends if replica.allowed is None else [*ends, Call("allow_adapters", (replica.allowed, True))]
 
 
 def _check_reset(replica: Replica, done: bool) -> None:

@@ -47,21 +47,25 @@ def _exists(model: nn.Module, name: str) -> bool:
         return False
 
 
-def load_adapter(manager: Any, tensors: Mapping[str, Tensor], rank: int) -> None:
-    """Load an adapter in place of the one before. alpha = r, because the scaling is in lora_B."""
-    inner = manager._adapter_manager
+def adapter_of(manager: Any, number: int, tensors: Mapping[str, Tensor], rank: int) -> Any:
+    """Return vLLM's `LoRAModel` of an adapter, with a number as its id. alpha = r, because the scaling is in lora_B."""
     modules = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors})
     helper = internals.PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": modules})
     helper.validate_legal(manager.lora_config)
-    model = internals.LoRAModel.from_lora_tensors(
-        ADAPTER_ID,
+    return internals.LoRAModel.from_lora_tensors(
+        number,
         {f"base_model.model.{name}": tensor for name, tensor in tensors.items()},
         helper,
         device="cpu" if next(iter(tensors.values())).device.type == "cpu" else str(manager.device),
         dtype=manager.lora_config.lora_dtype,
         model_vocab_size=manager.vocab_size,
-        weights_mapper=_mapper(inner.model),
+        weights_mapper=_mapper(manager._adapter_manager.model),
     )
+
+
+def load_adapter(manager: Any, tensors: Mapping[str, Tensor], rank: int) -> None:
+    """Load an adapter in place of the one before."""
+    inner, model = manager._adapter_manager, adapter_of(manager, ADAPTER_ID, tensors, rank)
     remove_adapter(manager)
     if len(inner) + 1 > inner.capacity:
         inner.remove_oldest_adapter()

@@ -11,11 +11,13 @@ from operator import attrgetter
 from typing import Any, TypeAlias
 
 from ...errors import InvalidInput, PushRefused
+from ..adapter_versions import PREFIX
 from ..control.base import Call, Control, Unheard, judges
 from ..control.calls import EngineGone, watched, while_alive
-from ..control.http import NoRoute, Server
+from ..control.http import Answered, NoRoute, Server
 from ..control.one_server import OneServer
-from .names import BACKEND, CALLS, HOLDERS, STILL_PAUSED, WORKER_METHOD, WRONG_MODE, other_backend, registered
+from .kept_requests import shut
+from .names import ADAPTERS, BACKEND, CALLS, HOLDERS, STILL_PAUSED, WORKER_METHOD, WRONG_MODE, other_backend, registered
 
 _OfCore: TypeAlias = dict[str, Callable[..., tuple[str, Sequence[Any]]]]
 _SYNCHRONOUS: _OfCore = {
@@ -29,6 +31,7 @@ _SYNCHRONOUS: _OfCore = {
     "reset_prefix_cache": lambda running, connector: ("reset_prefix_cache", (running, connector)),
     "reset_media_caches": lambda: ("reset_encoder_cache", ()),
     "holders": lambda: (HOLDERS, ()),
+    "allow_adapters": lambda paths, end: (ADAPTERS, (_allowing(paths, end),)),
 }
 """Calls to an engine -> the core's methods, as `lora_merge_calls` takes them."""
 _ASYNCHRONOUS: _OfCore = _SYNCHRONOUS | {
@@ -39,11 +42,17 @@ _ASYNCHRONOUS: _OfCore = _SYNCHRONOUS | {
 }
 
 
+def _allowing(paths: Sequence[str], end: bool) -> str:
+    """Return the message of `lora_merge_adapters`."""
+    return json.dumps({"allowed": list(paths), "end": end})
+
+
 class LlmControl(Control):
     """An in-process `vllm.LLM`, or its `LLMEngine`: nothing runs in it but what its owner steps."""
 
     name = "vLLM"
     plugins = "VLLM_PLUGINS"
+    versions = ""
     _of_core = _SYNCHRONOUS
 
     def __init__(self, handle: Any) -> None:
@@ -116,6 +125,20 @@ class LlmControl(Control):
             return str(getattr(core, HOLDERS)())
         return await self._holders_elsewhere() if self._reaches_core() else await self._tried()
 
+    async def check_versions(self) -> None:
+        core = getattr(getattr(self.engine, "engine_core", None), "engine_core", None)
+        if core is not None and not hasattr(getattr(self.engine, "input_processor", None), "_validate_lora"):
+            raise PushRefused(
+                "this vLLM has no place (InputProcessor._validate_lora) where requests for versions that are gone can "
+                "be refused: start the engine in a process of its own (VLLM_ENABLE_V1_MULTIPROCESSING=1), or push "
+                "without keep"
+            )
+
+    async def allow_adapters(self, paths: Sequence[str], end: bool) -> list[str]:
+        shut(self.engine, paths)
+        answers = await self._call("collective_rpc", ADAPTERS, args=(_allowing(paths, end),))
+        return list(json.loads(answers[0])["in_use"])
+
     async def _holders_elsewhere(self) -> str:
         return str(await self._call("engine_core.call_utility", HOLDERS))
 
@@ -140,7 +163,9 @@ class LlmControl(Control):
                 readers.append(partial(self._answers, number))
             else:
                 asked.append([*self._of_core[call.method](*call.arguments), call.wanted, unless])
-                readers.append(lambda found: found)
+                readers.append(_in_use if call.method == "allow_adapters" else lambda found: found)
+            if call.method == "allow_adapters":
+                shut(self.engine, call.arguments[0])
         try:
             answer = json.loads(await self._in_core(asked))
         except EngineGone:
@@ -261,7 +286,11 @@ class RayControl(AsyncControl):
 class HttpControl(OneServer, LlmControl):
     """A running `vllm serve` with `VLLM_SERVER_DEV_MODE=1`, by its URL. JSON goes in and out."""
 
-    adapters = "its API server does not know adapters that a worker loaded by itself"
+    adapters = (
+        "its API server does not know adapters that a worker loaded by itself; versions of one it is told of: "
+        "push(mode='adapter', keep=1)"
+    )
+    preloads = False
     beats = True
 
     def __init__(self, handle: str) -> None:
@@ -276,6 +305,37 @@ class HttpControl(OneServer, LlmControl):
         if not isinstance(results, list) or not results or not all(map(_is_object, results)):
             raise self._server.unlike(answer)
         return results
+
+    async def check_versions(self) -> None:
+        try:
+            self._server.confirm(
+                "v1/unload_lora_adapter", {"lora_name": ""}
+            )  # of which vLLM says that it names nothing
+        except Answered:
+            return
+        except NoRoute as error:
+            raise PushRefused(
+                f"{self._server.url} lets nobody name adapters at run time: start it with --enable-lora and "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 (and one API server), and let it listen on a private interface "
+                'alone; or push with mode="merged" instead'
+            ) from error
+        raise PushRefused(f"{self._server.url} takes off an adapter without a name: is something in front of it?")
+
+    async def name_version(self, name: str, path: str) -> None:
+        self._server.confirm("v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+
+    async def allow_adapters(self, paths: Sequence[str], end: bool) -> list[str]:
+        # First in front: a request that names one of the others is told so, and never reaches the engine.
+        cards = self._server.get("v1/models").get("data", [])
+        for card in cards:
+            if str(card.get("root", "")).startswith(PREFIX) and card["root"] not in paths:
+                self._server.confirm("v1/unload_lora_adapter", {"lora_name": card["id"]})
+        body = {"method": ADAPTERS, "args": [_allowing(paths, end)]}
+        answer = self._server.post("collective_rpc", body=body)
+        results = answer.get("results")
+        if not isinstance(results, list) or not results or not _is_object(results[0]):
+            raise self._server.unlike(answer)
+        return _in_use(results[0])
 
     async def paused(self) -> bool:
         answer = self._server.get("is_paused")
@@ -315,6 +375,10 @@ class HttpControl(OneServer, LlmControl):
 
     async def reset_media_caches(self) -> None:
         self._server.do("reset_encoder_cache", {})
+
+
+def _in_use(found: str) -> list[str]:
+    return list(json.loads(found)["in_use"])
 
 
 def _is_object(answer: Any) -> bool:

@@ -14,7 +14,8 @@ from typing import Any
 
 from . import internals
 from .adapter import ADAPTER_ID
-from .names import CALLS, HOLDERS, STILL_PAUSED, WRONG_MODE
+from .kept_requests import end_requests, lora_merge_adapters
+from .names import ADAPTERS, CALLS, HOLDERS, STILL_PAUSED, WRONG_MODE
 
 
 def lora_merge_calls(core: Any, calls: Sequence[Sequence[Any]]) -> str | Future[str]:
@@ -48,9 +49,7 @@ def lora_merge_end_wrong_mode_requests(core: Any, adapter: bool) -> None:
         lora = request.lora_request
         if lora is None if adapter else (lora is not None and lora.lora_int_id == ADAPTER_ID):
             wrong_mode.append(name)
-    ended = core.scheduler.finish_requests(wrong_mode, internals.RequestStatus.FINISHED_ABORTED) if wrong_mode else []
-    if ended and hasattr(core, "_send_abort_outputs"):
-        core._send_abort_outputs(ended)
+    end_requests(core, wrong_mode)
 
 
 def lora_merge_still_paused(core: Any, paused: str) -> bool | Future[bool]:
@@ -162,5 +161,6 @@ OF_CORE: dict[str, Callable[..., Any]] = {
     WRONG_MODE: lora_merge_end_wrong_mode_requests,
     STILL_PAUSED: lora_merge_still_paused,
     HOLDERS: lora_merge_holders,
+    ADAPTERS: lora_merge_adapters,
 }
 """Methods that the plugin adds to vLLM's `EngineCore`, by name."""

@@ -54,7 +54,10 @@ _MEMBERS = {
     "CuMemAllocator": ("instance",),
     "KVConnectorBase_V1": ("reset_cache",),
 }
-_OF_MANAGERS = ("modules", "packed_modules", "add_adapter", "activate_adapter", "remove_adapter", "capacity")
+_OF_MANAGERS = (
+    *("modules", "packed_modules", "add_adapter", "activate_adapter", "remove_adapter", "capacity"),
+    *("lora_slots", "_active_adapters"),
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ from torch import nn
 
 from ...errors import InvalidInput
 from ...extras import needed
+from ..adapter_versions import CONSTANT_PATH, name_of, path_of, version_of
 from ..control.base import Control
 from ..payload.adapter import ADAPTER_NAME
 from ..push.sharing import Sharing
@@ -99,18 +100,57 @@ class VllmSync(EngineSync):
     def _complaint(self, model: nn.Module) -> str:
         return forward_complaint(model)
 
-    def lora_request(self) -> Any:
-        """Return what requests carry as `lora_request`: a constant `LoRARequest` in adapter mode, None in merged mode.
+    def lora_request(self, version: int | None = None) -> Any:
+        """Return what requests carry as `lora_request`: a `LoRARequest` in adapter mode, None in merged mode.
 
             outputs = llm.generate(prompts, sampling, lora_request=sync.lora_request())
 
+        Pushes with `keep` make another one for each version: ask again after a push. Otherwise it is constant.
         `generate` sets it by itself.
+
+        Args:
+            version: one of those that are kept (`SyncReport.versions`); None for the newest.
+
+        Raises:
+            InvalidInput: that version is not kept, or none is.
         """
+        found = self._version(version)
         if self._mode == "merged":
             return None
         from vllm.lora.request import LoRARequest
 
-        return LoRARequest(ADAPTER_NAME, ADAPTER_ID, f"/{ADAPTER_NAME}/in-memory")
+        if found is not None:
+            return LoRARequest(name_of(found.version), ADAPTER_ID + found.version, path_of(found))
+        return LoRARequest(ADAPTER_NAME, ADAPTER_ID, CONSTANT_PATH)
+
+    def adapter_name(self, version: int | None = None) -> str:
+        """Return what requests to a server of engines that keep versions give as `model`; answers have it there, too.
+
+            client.completions.create(model=sync.adapter_name(), prompt=prompt)
+
+        Args:
+            version: as for `lora_request`.
+
+        Raises:
+            InvalidInput: that version is not kept, or none is.
+        """
+        found = self._version(version)
+        if found is None:
+            raise InvalidInput("engines keep no versions of an adapter here: push with mode='adapter' and keep=")
+        return name_of(found.version)
+
+    @staticmethod
+    def version_of(answer: Any) -> int | None:
+        """Return the version of an adapter with which an answer was computed, from its first token to its last; None
+        where it had none.
+
+            output = llm.generate(prompt, sampling, lora_request=sync.lora_request(17))[0]
+            sync.version_of(output)  # 17
+
+        Args:
+            answer: as of `adapter_versions.version_of`: vLLM's `RequestOutput`, or what its server has answered.
+        """
+        return version_of(answer)
 
     def sleep(self) -> None:
         """Free the memory of the KV cache while weights that are shared stay (`share=True`). Its contents are
@@ -142,13 +182,14 @@ class VllmSync(EngineSync):
             )
         return self._cache
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: Any, version: int | None = None, **kwargs: Any) -> Any:
         """Check that the engine holds what was pushed last, then call `generate` of the in-process `LLM`.
 
             outputs = sync.generate(prompts, sampling)
 
         Args:
             args: as for `LLM.generate`.
+            version: as for `lora_request`.
             kwargs: as for `LLM.generate`; `lora_request` is set here.
 
         Raises:
@@ -166,7 +207,7 @@ class VllmSync(EngineSync):
         self.check()
         if self.sharing is not None and self._cache is not None:
             self._cache.wake_up()
-        return controls[0].handle.generate(*args, lora_request=self.lora_request(), **kwargs)
+        return controls[0].handle.generate(*args, lora_request=self.lora_request(version), **kwargs)
 
 
 def compiled_classes(model: nn.Module | Sequence[nn.Module]) -> list[str]:

@@ -22,7 +22,7 @@ from ..state import State
 from ..worker.rpc import respond
 from ..worker.session import WorkerSession
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, tower_advice, unserved_modules
-from .adopt_checkpoint import OPERATIONS
+from .kept_adapters import OPERATIONS, KeptAdapters, kept_adapters
 from .loading.formats import calibrated_scales, quantised_checkpoint
 from .session import session_of
 from .step_counter import count_steps
@@ -96,10 +96,28 @@ class VllmWorker:
             "calibrated": calibrated_scales(session.modules),
             "shares": _shares(parallel),
             "computing": computing(self.raw.model_config.hf_config),
+            **self._versions(),
         }
 
+    def _versions(self) -> dict[str, Any]:
+        """Return what the worker says of the versions that it keeps."""
+        kept = self._kept
+        if kept is None:
+            return {}
+        return {"kept": kept.states(leaving=False), "leaving": kept.states(leaving=True), "newest": kept.newest}
+
+    @property
+    def _kept(self) -> KeptAdapters | None:
+        manager = getattr(self.raw.model_runner, "lora_manager", None)
+        return None if manager is None else kept_adapters(manager)
+
     def served(self, session: WorkerSession, state: State) -> State:
-        if state.kind == "adapter" and ADAPTER_ID not in self.raw.list_loras():
+        kept = self._kept
+        if (
+            state.kind == "adapter"
+            and not (kept is not None and kept.has(state))
+            and (ADAPTER_ID not in self.raw.list_loras())
+        ):
             session.evicted()
             return session.held
         return state
@@ -109,6 +127,8 @@ class VllmWorker:
             self.raw.model_runner.reset_lora_state()
         if self.raw.vllm_config.lora_config is not None and session.held.kind != "adapter":
             remove_adapter(self.raw.model_runner.lora_manager)
+            if self._kept is not None:
+                self._kept.forget()
 
     def unserved(self, modules: Sequence[str]) -> tuple[list[str], str]:
         manager = self.raw.model_runner.lora_manager

@@ -224,7 +224,7 @@ def merge(worker: Worker, session: WorkerSession, state: dict[str, Any]) -> dict
     """
     update, session.update = session.update, None
     before = session.state()
-    if update is None or session.merger is None or session.merger.base != state["base"]:
+    if not isinstance(update, ReceivedUpdate) or session.merger is None or session.merger.base != state["base"]:
         raise RuntimeError(f"an update needs its base, and has to come before it is merged; this engine holds {before}")
     session.begin("an update is being merged")
     try:

@@ -36,7 +36,7 @@ from ...stream.buckets import Slot, Table, extent
 from ...stream.direct_targets import DirectTargets
 from ..fingerprint import Sampler
 from ..payload.checksums import add_checksums
-from ..payload.spec import ReceivedUpdate, UpdateSpec
+from ..payload.spec import UpdateSpec
 from ..state import WEIGHTS, State, change
 from ..transport.base import Received
 from ..transport.lent import Loan
@@ -46,7 +46,7 @@ from .lease import Lease
 from .loader import DryRunReport, Loader
 from .merger import Merger
 from .pull import PullTarget
-from .staging import Staging
+from .staging import Staged, Staging
 
 _ATTRIBUTE = "_lora_merge"
 """Attribute of an engine's model that has its session."""
@@ -98,7 +98,7 @@ class WorkerSession:
         uncommitted: the state that it brings, from its last bucket to its commit.
         merger: merges updates onto the base that was brought last; None if none can be merged.
         updates: specs of updates, by digest, the newest last.
-        update: an update that was received and not merged yet.
+        update: an update that was received and not merged yet, or a version of an adapter that was not added.
         staging: an update that comes while the engine generates.
         pull_lock: held while something reads from a trainer's memory, or unmaps it.
         pulls: the mapped memory of one trainer, by the digest under which it was offered; one entry at the most.
@@ -123,7 +123,7 @@ class WorkerSession:
         self.uncommitted: State | None = None
         self.merger: Merger | None = None
         self.updates: dict[str, UpdateSpec] = {}
-        self.update: ReceivedUpdate | None = None
+        self.update: Staged | None = None
         self.staging: Staging | None = None
         self.pulls: dict[str, PullTarget] = {}
         self.pull_lock = threading.RLock()
@@ -213,6 +213,10 @@ class WorkerSession:
     def returned(self) -> None:
         """Note that all weights are again those that the engine started with."""
         self.held = change(self.held, "return")
+
+    def switch(self, brought: State) -> None:
+        """Note which version of an adapter is the newest beside the base, which is unchanged."""
+        self.held = change(self.held, "switch", brought=brought)
 
     def evicted(self) -> None:
         """Note that the adapter was removed; the base is unchanged."""

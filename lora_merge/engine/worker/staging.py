@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-from ..payload.spec import ReceivedUpdate
 from ..transport.liveness import error_text
 
 _END_S = 30.0
 """Seconds in which a thread has to notice that its trainer has gone (`TransferAborted`)."""
+
+
+class Staged(Protocol):
+    """What a thread receives; `data` are its tensors on the device."""
+
+    @property
+    def data(self) -> Mapping[Any, Tensor]: ...
 
 
 class Staging:
@@ -21,16 +29,16 @@ class Staging:
         receive: receives it, and returns it.
     """
 
-    def __init__(self, device: torch.device, receive: Callable[[], ReceivedUpdate]) -> None:
+    def __init__(self, device: torch.device, receive: Callable[[], Staged]) -> None:
         self._device, self._receive = device, receive
         # Of the worker's own thread, which is another than this one's: vLLM gives it a stream that is not the default.
         self._used = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._update: ReceivedUpdate | None = None
+        self._update: Staged | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name="lora_merge")
         self._thread.start()
 
-    def result(self) -> ReceivedUpdate | None:
+    def result(self) -> Staged | None:
         """Return the update; None while it still comes.
 
         Raises:
@@ -63,7 +71,7 @@ class Staging:
         except BaseException as error:  # `result` raises it
             self._error = error
 
-    def _received(self) -> ReceivedUpdate:
+    def _received(self) -> Staged:
         if self._used is None:
             return self._receive()
         torch.cuda.set_device(self._device)

@@ -1,0 +1,129 @@
+"""Which of this package's adapters requests may ask for, in vLLM's engine core and in front of it.
+
+A worker that is asked for an adapter it does not have ends the whole engine. So an engine that keeps versions looks at
+each request before its scheduler gets it, and one that asks for a version which is not kept any more ends with an
+error.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..adapter_versions import PREFIX
+from . import internals
+from .names import ADAPTERS
+
+_ALLOWED = "_lora_merge_allowed"
+"""Attribute of an engine core that has versions: the paths that requests may ask for."""
+
+
+def lora_merge_adapters(core: Any, message: str) -> str:
+    """Allow requests to ask for some of this package's adapters, and for no other one of them.
+
+    Args:
+        core: vLLM's `EngineCore`.
+        message: JSON: `allowed`, paths; `end`: whether requests that have another one are ended. (The engine is paused
+            then, so that nothing of them was computed with other weights.)
+
+    Returns:
+        JSON: `in_use`, the paths that requests in flight have.
+    """
+    told = json.loads(message)
+    allowed = frozenset(told["allowed"])
+    setattr(core, _ALLOWED, allowed)
+    ours = {
+        name: request.lora_request.lora_path
+        for name, request in core.scheduler.requests.items()
+        if request.lora_request is not None and request.lora_request.lora_path.startswith(PREFIX)
+    }
+    if told["end"]:
+        end_requests(core, [name for name, path in ours.items() if path not in allowed])
+        ours = {name: path for name, path in ours.items() if path in allowed}
+    return json.dumps({"in_use": sorted(set(ours.values()))})
+
+
+def end_requests(core: Any, names: list[str]) -> None:
+    """End requests of a core; their clients hear "abort"."""
+    ended = core.scheduler.finish_requests(names, internals.RequestStatus.FINISHED_ABORTED) if names else []
+    if ended and hasattr(core, "_send_abort_outputs"):
+        core._send_abort_outputs(ended)
+
+
+def guard(core: Any) -> None:
+    """Let a class of engine cores look at what requests ask for, and answer `lora_merge_adapters` where workers are
+    called, which servers and Ray actors offer; harmless when called twice.
+
+    Args:
+        core: vLLM's `EngineCore`, of 0.26, 0.32 or 0.33.
+    """
+    if not hasattr(core.add_request, _ALLOWED):
+        core.add_request, core.collective_rpc = _guarded(core.add_request), _answering(core.collective_rpc)
+
+
+def _guarded(add: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(add)
+    def add_request(core: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _lacks(request.lora_request, getattr(core, _ALLOWED, None)):
+            return add(core, request, *args, **kwargs)
+        if not hasattr(core, "_send_error_outputs_to_client"):  # in its owner's process, where `Door` is in front
+            raise ValueError(_refusal(request.lora_request))
+        core._send_error_outputs_to_client([request.request_id], request.client_index)
+        return None
+
+    setattr(add_request, _ALLOWED, True)
+    return add_request
+
+
+def _answering(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def collective_rpc(core: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+        if method == ADAPTERS:
+            return [lora_merge_adapters(core, *args)]
+        return call(core, method, timeout, args, kwargs)
+
+    return collective_rpc
+
+
+class Door:
+    """An input processor's `_validate_lora` that refuses requests for versions which are not kept, in the process that
+    makes them: before anything of vLLM's has noted the request.
+
+    Args:
+        check: vLLM's own, in whose place it stands.
+    """
+
+    def __init__(self, check: Callable[[Any], None]) -> None:
+        self._check = check
+        self.allowed: frozenset[str] = frozenset()
+
+    def __call__(self, lora: Any) -> None:
+        if _lacks(lora, self.allowed):
+            raise ValueError(_refusal(lora))
+        self._check(lora)
+
+
+def shut(engine: Any, allowed: Iterable[str]) -> None:
+    """Let the door of a handle's engine, where this process makes its requests, pass some paths alone."""
+    processor = getattr(engine, "input_processor", None)
+    check = getattr(processor, "_validate_lora", None)
+    if processor is None or check is None:
+        return
+    if not isinstance(check, Door):
+        check = processor._validate_lora = Door(check)
+    check.allowed = frozenset(allowed)
+
+
+def _lacks(lora: Any, allowed: frozenset[str] | None) -> bool:
+    if lora is None or allowed is None:
+        return False
+    return lora.lora_path.startswith(PREFIX) and lora.lora_path not in allowed
+
+
+def _refusal(lora: Any) -> str:
+    return (
+        f"{lora.lora_name} is not kept in this engine (any more): ask for a newer version (sync.lora_request()), or "
+        "keep more of them (push(mode='adapter', keep=...))"
+    )

@@ -1,0 +1,163 @@
+"""Versions of an adapter, as far as no engine is needed: their names, and the door in front of a scheduler."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lora_merge import PushRefused
+from lora_merge.engine.adapter_versions import CONSTANT_PATH, name_of, path_of, version_of
+from lora_merge.engine.control.calls import drive
+from lora_merge.engine.control.http import Answered, NoRoute
+from lora_merge.engine.state import State, change
+from lora_merge.engine.vllm import kept_requests
+from lora_merge.engine.vllm.control import HttpControl
+from lora_merge.engine.vllm.kept_requests import guard, lora_merge_adapters, shut
+
+FIRST, SECOND = (State("adapter", number, "base", trainer="t") for number in (1, 2))
+
+
+def lora(path: str, name: str = "") -> Any:
+    return SimpleNamespace(lora_name=name, lora_path=path)
+
+
+@pytest.mark.parametrize(
+    ("answer", "version"),
+    [
+        (SimpleNamespace(lora_request=lora("", name_of(17))), 17),
+        (SimpleNamespace(lora_request=lora("", "somebody's")), None),
+        (SimpleNamespace(lora_request=None), None),
+        (SimpleNamespace(model=name_of(3)), 3),
+        ({"model": name_of(3), "choices": []}, 3),
+        ({"model": "Qwen/Qwen2.5-7B"}, None),
+        ({}, None),
+        (name_of(5), 5),
+        ("lora_merge@5b", None),
+        (None, None),
+    ],
+)
+def test_answers_say_their_version(answer: Any, version: int | None) -> None:
+    assert version_of(answer) == version
+
+
+def test_a_version_is_the_newest_of_its_base_and_is_taken_back() -> None:
+    assert change(FIRST, "switch", brought=SECOND) == SECOND
+    assert change(SECOND, "switch", brought=FIRST) == FIRST
+    for kind in ("merged", "dirty", "nothing"):
+        with pytest.raises(RuntimeError, match="'switch' cannot happen"):
+            change(State(kind), "switch", brought=SECOND)
+
+
+class Core:
+    """Of vLLM's engine core: what the door uses."""
+
+    def __init__(self) -> None:
+        self.scheduler = SimpleNamespace(requests={})
+        self.refused: list[Any] = []
+        self.called: list[Any] = []
+
+    def add_request(self, request: Any, request_wave: int = 0) -> None:
+        self.scheduler.requests[request.request_id] = request
+
+    def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+        self.called.append((method, timeout, args, kwargs))
+        return ["workers"]
+
+    def _send_error_outputs_to_client(self, names: list[str], client: int) -> None:
+        self.refused.append((names, client))
+
+
+def request(name: str, path: str | None) -> Any:
+    return SimpleNamespace(request_id=name, client_index=4, lora_request=None if path is None else lora(path))
+
+
+def test_the_door_of_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Guarded(Core):
+        pass
+
+    guard(Guarded)
+    once = Guarded.add_request
+    guard(Guarded)
+    assert Guarded.add_request is once
+    core = Guarded()
+    core.add_request(request("before any version", CONSTANT_PATH))
+    message = json.dumps({"allowed": [path_of(FIRST)], "end": False})
+    assert core.collective_rpc("lora_merge_adapters", None, (message,)) == ['{"in_use": ["/lora_merge/in-memory"]}']
+    paths = {"kept": path_of(FIRST), "gone": path_of(SECOND), "constant": CONSTANT_PATH, "theirs": "/a/b", "base": None}
+    for name, path in paths.items():
+        core.add_request(request(name, path), 0)
+    assert core.refused == [(["gone"], 4), (["constant"], 4)]
+    assert list(core.scheduler.requests) == ["before any version", "kept", "theirs", "base"]
+    assert core.collective_rpc("lora_merge", args=("{}",)) == ["workers"]
+    assert core.called == [("lora_merge", None, ("{}",), None)]
+    ended: list[str] = []
+    core.scheduler.finish_requests = lambda names, status: ended.extend(names) or []
+    words = SimpleNamespace(RequestStatus=SimpleNamespace(FINISHED_ABORTED="aborted"))
+    monkeypatch.setattr(kept_requests, "internals", words)  # of vLLM
+    found = lora_merge_adapters(core, json.dumps({"allowed": [path_of(SECOND)], "end": True}))
+    assert json.loads(found) == {"in_use": []}
+    assert ended == ["before any version", "kept"]
+
+
+def test_the_door_of_the_process_that_asks() -> None:
+    seen: list[Any] = []
+    engine = SimpleNamespace(input_processor=SimpleNamespace(_validate_lora=seen.append))
+    for allowed in ([path_of(FIRST)], [path_of(SECOND)]):
+        shut(engine, allowed)
+        check = engine.input_processor._validate_lora
+        for passes in (lora(allowed[0]), lora("/a/b"), None):
+            check(passes)
+        other = path_of(SECOND if allowed == [path_of(FIRST)] else FIRST)
+        with pytest.raises(ValueError, match=r"lora_merge@9 is not kept in this engine \(any more\): ask for a newer"):
+            check(lora(other, name_of(9)))
+    assert len(seen) == 6
+    shut("http://host:8000", [])  # a handle through which this process makes no requests
+
+
+@pytest.mark.parametrize(
+    ("answer", "refusal"),
+    [
+        (Answered("http://host/v1/unload_lora_adapter", 400, "'lora_name' needs to be provided"), ""),
+        (NoRoute("404"), r"lets nobody name adapters at run time: .*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.*private"),
+        (None, "takes off an adapter without a name"),
+    ],
+)
+def test_a_server_that_lets_nobody_name_adapters(answer: Any, refusal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    control = HttpControl("http://127.0.0.1:8000")
+    asked: list[Any] = []
+
+    def confirm(route: str, body: Any) -> None:
+        asked.append((route, body))
+        if answer is not None:
+            raise answer
+
+    monkeypatch.setattr(control._server, "confirm", confirm)
+    with pytest.raises(PushRefused, match=refusal) if refusal else nullcontext():
+        drive(control.check_versions())
+    assert asked == [("v1/unload_lora_adapter", {"lora_name": ""})]
+
+
+def test_what_a_server_serves_is_unloaded_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of others stay; what has gone from its front is told to its core after that."""
+    control = HttpControl("http://127.0.0.1:8000")
+    roots = {"base": "/models/base", name_of(1): path_of(FIRST), name_of(2): path_of(SECOND), "theirs": "/a/b"}
+    cards = [{"id": name, "root": root} for name, root in roots.items()]
+    asked: list[Any] = []
+    server = control._server
+    monkeypatch.setattr(server, "get", lambda route: {"data": cards})
+    monkeypatch.setattr(server, "confirm", lambda route, body: asked.append((route, body["lora_name"])))
+
+    def post(route: str, body: Any) -> dict[str, Any]:
+        asked.append((route, body["method"], json.loads(body["args"][0])))
+        return {"results": [json.dumps({"in_use": [path_of(FIRST)]})]}
+
+    monkeypatch.setattr(server, "post", post)
+    assert drive(control.allow_adapters([path_of(SECOND)], False)) == [path_of(FIRST)]
+    assert asked == [
+        ("v1/unload_lora_adapter", name_of(1)),
+        ("collective_rpc", "lora_merge_adapters", {"allowed": [path_of(SECOND)], "end": False}),
+    ]
