@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -24,6 +25,8 @@ from .push.planner import PushPlanner
 from .push.pusher import Pusher
 from .push.replica import SyncReport, check_handle
 from .push.sharing import Sharing, check_shareable, check_shared_arguments
+from .push.tenants import TenantPlanner
+from .tenants import Tenants
 from .transport.lent import LENT
 
 
@@ -34,10 +37,12 @@ class EngineSync(Pusher):
     Attributes:
         awaited: description of a handle whose calls have to be awaited, for messages.
         unshared: why no trainer can share weights with such engines, in words; "" where one can.
+        without_tenants: why such engines serve no tenants, in words; "" where they do.
     """
 
     awaited: ClassVar[str]
     unshared: ClassVar[str] = ""
+    without_tenants: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -52,11 +57,15 @@ class EngineSync(Pusher):
         strategy: Strategy | None = None,
         share: bool = False,
         adapter_names: Sequence[str] | None = None,
+        tenants: Sequence[str] | None = None,
     ) -> None:
         for name, value, known in (("merge", merge, Merge), ("pause", pause, Pause), ("mode", mode, Mode)):
             check_choice(name, value, known)
         engines = engine if isinstance(engine, list | tuple) else [] if engine is None else [engine]
         self._require(engines)
+        self._tenants = None if tenants is None else self._tenants_of(model, tenants, mode, share, adapter_names)
+        if self._tenants is not None:
+            adapter_names = self._tenants.order[:1]
         self._weights = MergedWeights(
             model, rounding=rounding, bucket_bytes=bucket_bytes, strategy=strategy, adapter_names=adapter_names
         )
@@ -78,7 +87,10 @@ class EngineSync(Pusher):
                 check_handle(index, control, controls[:index])
         if complaint := self._complaint(model):
             warnings.warn(complaint, stacklevel=3)
-        planner = PushPlanner(trainer, self._weights, self._base, merge)
+        if self._tenants is None:
+            planner = PushPlanner(trainer, self._weights, self._base, merge)
+        else:
+            planner = TenantPlanner(trainer, self._weights, self._base, merge, self._tenants)
         super().__init__(
             trainer, planner, pause=pause, mode=mode, rounding=rounding, computing=partial(computing, config_of(model))
         )
@@ -125,7 +137,7 @@ class EngineSync(Pusher):
     async def __aexit__(self, *exception: object) -> None:
         await self.aclose()
 
-    def push(self, *, mode: Mode | None = None, verify: bool = False) -> SyncReport:
+    def push(self, *, mode: Mode | None = None, verify: bool = False, hottest: str | None = None) -> SyncReport:
         """Bring the model as it is now into every engine.
 
             report = sync.push()
@@ -137,6 +149,7 @@ class EngineSync(Pusher):
             mode: "merged" or "adapter" for this and later pushes, the same on every rank; default: as before.
             verify: also compare checksums of every tensor on both sides, and of what lies in the engine where that can
                 be read; a base that stays is looked at whole. Slow: for tests.
+            hottest: of `tenants`: the one that this and later pushes merge, the same on every rank; default: as before.
 
         Returns:
             what was done: version, bytes, seconds by phase, transports.
@@ -150,16 +163,16 @@ class EngineSync(Pusher):
         """
         if any(control.suspends for control in self._trainer.controls):
             raise InvalidInput(f"{self.awaited} has to be awaited: use `await apush()` in its event loop")
-        return drive(self._push(mode, verify))
+        return drive(self._push_tenants(mode, verify, hottest))
 
-    async def apush(self, *, mode: Mode | None = None, verify: bool = False) -> SyncReport:
+    async def apush(self, *, mode: Mode | None = None, verify: bool = False, hottest: str | None = None) -> SyncReport:
         """Bring the model as it is now into every engine, from the event loop of an asynchronous handle; see `push`.
 
             report = await sync.apush()
 
         The loop keeps running meanwhile.
         """
-        return await self._push(mode, verify)
+        return await self._push_tenants(mode, verify, hottest)
 
     def check(self) -> None:
         """Check that the engines whose handles this rank holds still hold what was pushed last. Not collective.
@@ -215,14 +228,45 @@ class EngineSync(Pusher):
     def _guard(self, control: Control, sharing: Sharing) -> None:
         """Refuse, as long as a trainer shares the engine's weights, what would take them from it."""
 
-    async def _push(self, mode: str | None, verify: bool) -> SyncReport:
+    def _tenants_of(
+        self, model: nn.Module, names: Sequence[str], mode: str, share: bool, adapter_names: Sequence[str] | None
+    ) -> Tenants:
+        """Return the tenants of an argument, or raise `InvalidInput`."""
+        if self.without_tenants:
+            raise InvalidInput(f"tenants={names!r}: {self.without_tenants}")
+        if adapter_names is not None:
+            raise InvalidInput("tenants are adapters each by itself, adapter_names a sum of some: give one of both")
+        if share:
+            raise InvalidInput("share=True has the model train on the merged weights, which are one tenant's: leave it")
+        if mode != "merged":
+            raise InvalidInput(f"tenants are served beside merged weights, so mode must be 'merged', got {mode!r}")
+        return Tenants(names, model)
+
+    async def _push_tenants(self, mode: str | None, verify: bool, hottest: str | None) -> SyncReport:
+        """Push, and merge one tenant where there are some."""
+        tenants = self._tenants
+        if tenants is None:
+            if hottest is not None:
+                raise InvalidInput(
+                    f"hottest={hottest!r} names one of tenants, and this {type(self).__name__} has none"
+                )
+            return await self._push(mode, verify)
+        if hottest is not None:
+            tenants.check(hottest, "hottest")
+        if mode not in (None, "merged"):
+            raise InvalidInput(f"tenants are served beside merged weights, so mode must be 'merged', got {mode!r}")
+        return await self._push(mode, verify, partial(tenants.pushing, hottest, self._weights))
+
+    async def _push(
+        self, mode: str | None, verify: bool, within: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> SyncReport:
         if mode is None:
             mode = self._mode
         check_choice("mode", mode, Mode)
         _check_served(self._weights, mode)
         if self.sharing is not None:
             self.sharing.lay_again()
-        report = await super()._push(mode, verify)
+        report = await super()._push(mode, verify, within)
         if self.sharing is not None:
             self.sharing.pushed()
         return report

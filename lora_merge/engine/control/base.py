@@ -216,6 +216,10 @@ class Control:
             adapter: whether adapter mode is the new one.
         """
 
+    async def end_tenants_requests(self, merged: bool, ids: Sequence[int]) -> None:
+        """End requests that came while a push changed the tenants, as `StaleRequests` says which: their clients get
+        "abort". Do nothing if nothing can have come meanwhile."""
+
     async def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
         """Drop cached blocks; with `running` also those of requests, which then compute them again. Return whether that
         worked."""

@@ -19,6 +19,7 @@ from ..control.base import Call, Control, Moved, NotOurs, Unheard
 from ..control.calls import EngineGone
 from ..messages import WorkerInfo
 from ..state import State
+from ..tenants import stale_requests
 from .planner import Transfer
 from .replica import Replica
 
@@ -102,20 +103,24 @@ class EngineSequence:
 
     # ---- pause -------------------------------------------------------------------------------------------------------
 
-    async def pause(self, replica: Replica, mode: str, slept: Container[int] = ()) -> None:
+    async def pause(self, replica: Replica, mode: str, slept: Container[int] = (), tenants: Sequence[str] = ()) -> None:
         """Stop generation; with the next message, where no request is waited for or ended.
 
-        A request keeps the adapter, or none, with which it began, and a change of mode replaces the weights that it
-        needs: such requests end first, or, where the engine is paused on half-written weights, are ended at once.
+        A request keeps the adapter, or none, with which it began, and a change of mode, or of the tenant that is
+        merged, replaces the weights that it needs: such requests end first, or, where the engine is paused on
+        half-written weights, are ended at once.
 
         Args:
             slept: indices of engines that this push woke.
+            tenants: as of the `State` that the push brings.
 
         Raises:
-            PushRefused: the mode changes, and the engine is paused by its user, perhaps with requests of the other one.
+            PushRefused: one of these changes, and the engine is paused by its user, perhaps with such requests.
         """
         switches, holders = {replica.served, mode} == {"merged", "adapter"}, Call("holders", wanted=("",))
         replica.to_adapter = mode == "adapter" if switches else None
+        replica.stale = stale_requests(replica.served_tenants, tenants)
+        switches = switches or replica.stale is not None
         pause = self._pause_of(replica, switches)
         if replica.still_paused:
             replica.paused_by_us = True
@@ -134,9 +139,12 @@ class EngineSequence:
             await self.make(replica, [])
             stays = not replica.paused_by_us and replica.handle.keeps
             if switches and stays and replica.index not in slept:
+                what, ours, theirs = "mode", repr(mode), repr(replica.served)
+                if replica.to_adapter is None:
+                    what, ours, theirs = "tenants", ", ".join(tenants) or "none", ", ".join(replica.served_tenants)
                 raise PushRefused(
-                    f"it holds weights of mode {replica.served!r} and was paused by somebody else: requests that were "
-                    f"kept would go on with those of mode {mode!r}. Resume it before a push that changes the mode"
+                    f"it holds weights of {what} {theirs} and was paused by somebody else: requests that were "
+                    f"kept would go on with those of {what} {ours}. Resume it before a push that changes the {what}"
                 )
 
     def _pause_of(self, replica: Replica, switches: bool) -> str:
@@ -207,7 +215,7 @@ class EngineSequence:
         return [reset, *([Call("reset_media_caches")] if replica.workers[0].multimodal else [])]
 
     def _commit(self, one: Transfer) -> Call:
-        return self.make_call("commit", full=one.state.kind != "adapter", state=one.state.to_json())
+        return self.make_call("commit", full=one.payload.full, state=one.state.to_json())
 
     async def _made(self, replica: Replica, calls: Sequence[Call], begins: bool, ends: bool) -> list[Any]:
         """Make calls as `make` does, and resume after them if they are the push's last. Where only the resume fails,
@@ -305,8 +313,10 @@ def _names(name: str, state: State) -> list[Call]:
 
 
 def _end_wrong_mode_requests(replica: Replica) -> list[Call]:
-    """Return the call that ends requests which came while the mode changed and were made for the other mode."""
-    return [] if replica.to_adapter is None else [Call("end_wrong_mode_requests", (replica.to_adapter,))]
+    """Return the calls that end requests which came while the mode, or the tenants, changed and were made for the
+    other ones."""
+    calls = [] if replica.to_adapter is None else [Call("end_wrong_mode_requests", (replica.to_adapter,))]
+    return calls + ([] if replica.stale is None else [Call("end_tenants_requests", replica.stale)])
 
 
 def _check_reset(replica: Replica, done: bool) -> None:

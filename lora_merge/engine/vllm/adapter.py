@@ -47,14 +47,21 @@ def _exists(model: nn.Module, name: str) -> bool:
         return False
 
 
-def load_adapter(manager: Any, tensors: Mapping[str, Tensor], rank: int) -> None:
-    """Load an adapter in place of the one before. alpha = r, because the scaling is in lora_B."""
+def load_adapter(
+    manager: Any, tensors: Mapping[str, Tensor], rank: int, number: int = ADAPTER_ID, *, activate: bool = True
+) -> None:
+    """Load an adapter in place of the one before. alpha = r, because the scaling is in lora_B.
+
+    Args:
+        number: the adapter's id.
+        activate: put it into one of vLLM's slots now, not when the first request names it.
+    """
     inner = manager._adapter_manager
     modules = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors})
     helper = internals.PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": modules})
     helper.validate_legal(manager.lora_config)
     model = internals.LoRAModel.from_lora_tensors(
-        ADAPTER_ID,
+        number,
         {f"base_model.model.{name}": tensor for name, tensor in tensors.items()},
         helper,
         device="cpu" if next(iter(tensors.values())).device.type == "cpu" else str(manager.device),
@@ -62,16 +69,23 @@ def load_adapter(manager: Any, tensors: Mapping[str, Tensor], rank: int) -> None
         model_vocab_size=manager.vocab_size,
         weights_mapper=_mapper(inner.model),
     )
-    remove_adapter(manager)
+    add_adapter(manager, model, number)
+    if activate:
+        inner.activate_adapter(number)
+
+
+def add_adapter(manager: Any, model: Any, number: int) -> None:
+    """Keep an adapter of vLLM's form under an id, in place of the one before."""
+    inner = manager._adapter_manager
+    remove_adapter(manager, number)
     if len(inner) + 1 > inner.capacity:
         inner.remove_oldest_adapter()
     inner.add_adapter(model)
-    inner.activate_adapter(ADAPTER_ID)
 
 
-def remove_adapter(manager: Any) -> None:
-    """Remove this package's adapter if it is loaded."""
-    manager._adapter_manager.remove_adapter(ADAPTER_ID)
+def remove_adapter(manager: Any, number: int = ADAPTER_ID) -> None:
+    """Remove an adapter, this package's own by default, if it is loaded."""
+    manager._adapter_manager.remove_adapter(number)
 
 
 def _mapper(model: nn.Module) -> Any:

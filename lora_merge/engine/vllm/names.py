@@ -8,7 +8,8 @@ CALLS = "lora_merge_calls"
 WRONG_MODE = "lora_merge_end_wrong_mode_requests"
 STILL_PAUSED = "lora_merge_still_paused"
 HOLDERS = "lora_merge_holders"
-"""These four are methods of the engine core; see core.py."""
+TENANTS = "lora_merge_end_tenants_requests"
+"""These five are methods of the engine core; see core.py."""
 
 
 def registered() -> bool:
