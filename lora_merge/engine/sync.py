@@ -247,9 +247,7 @@ class EngineSync(Pusher):
         tenants = self._tenants
         if tenants is None:
             if hottest is not None:
-                raise InvalidInput(
-                    f"hottest={hottest!r} names one of tenants, and this {type(self).__name__} has none"
-                )
+                raise InvalidInput(f"hottest={hottest!r} names one of tenants, and this {type(self).__name__} has none")
             return await self._push(mode, verify)
         if hottest is not None:
             tenants.check(hottest, "hottest")

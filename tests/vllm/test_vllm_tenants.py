@@ -3,6 +3,8 @@ merged, and whatever became of the pushes before."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,8 @@ import pytest
 import torch
 from engines import GREEDY, LINEARS, ask, assert_answers, engine, log_prob_errors, prompts, train
 from peft import LoraConfig
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from lora_merge import InvalidInput, PushFailed, PushRefused, UnsupportedAdapter, VllmSync
 from lora_merge.engine.tenants import tenant_id
@@ -254,3 +258,87 @@ def test_requests_of_other_tenants_end() -> None:
     ended.clear()
     lora_merge_end_tenants_requests(core, True, [])
     assert ended == ["bare"]
+
+
+async def in_flight_scenario(llm: Any, model: Any) -> None:
+    sync = VllmSync(model, llm, tenants=NAMES)
+    one = prompts(1)
+
+    async def request(name: str, lora: Any, tokens: int, begun: asyncio.Event | None = None) -> Any:
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=1)
+        last = None
+        async for output in llm.generate({"prompt_token_ids": list(one[0])}, sampling, name, lora_request=lora):
+            last = output
+            if begun is not None:
+                begun.set()
+        return last
+
+    async def running(name: str, lora: Any) -> asyncio.Task[Any]:
+        begun = asyncio.Event()
+        task = asyncio.create_task(request(name, lora, 60, begun))
+        await begun.wait()
+        return task
+
+    await sync.apush()
+    bare, beside = sync.lora_request(tenant="hot"), sync.lora_request(tenant="a")
+    assert bare is None
+    early = {name: await running(f"early {name}", sync.lora_request(tenant=name)) for name in NAMES}
+    push = asyncio.create_task(sync.apush(hottest="a"))
+    while sync.lora_request(tenant="hot") is None:
+        await asyncio.sleep(0)
+    late = {name: sync.lora_request(tenant=name) for name in NAMES}
+    assert {lora.lora_int_id for lora in late.values()} == set(map(tenant_id, NAMES)), "right before and after"
+    await asyncio.sleep(0.2)  # the engine lets requests end, and begins none
+    assert not push.done()
+    stranger = asyncio.create_task(request("named none", bare, 10))
+    queued = {name: asyncio.create_task(request(f"late {name}", late[name], 10)) for name in NAMES}
+    await push
+    for name in NAMES:
+        assert_own([await early[name]], model, name, one)
+        assert_own([await queued[name]], model, name, one)
+    ended = await stranger
+    assert ended is None or ended.outputs[0].finish_reason == "abort", "made for the other one that was merged"
+    assert sync.lora_request(tenant="a") is None
+    assert_own([await request("merged", None, 10)], model, "a", one)
+    assert_own([await request("stale", beside, 10)], model, "a", one)
+
+    # The same tenants: requests go on where they were, under the new weights of their own.
+    going = {name: await running(f"going {name}", sync.lora_request(tenant=name)) for name in NAMES}
+    train(model, 11, size=0.02)
+    await sync.apush()
+    for name in NAMES:
+        assert len((await going[name]).outputs[0].token_ids) == 60
+        assert_own([await request(f"after {name}", sync.lora_request(tenant=name), 10)], model, name, one)
+
+    # Somebody pushes one policy: tenants' requests end first, or are ended; the engine lives.
+    last = await running("last", sync.lora_request(tenant="b"))
+    model.base_model.set_adapter("b")
+    other = VllmSync(model, llm)
+    push = asyncio.create_task(other.apush())
+    await asyncio.sleep(0.2)
+    gone = asyncio.create_task(request("gone", sync.lora_request(tenant="b"), 10))
+    await push
+    assert_own([await last], model, "b", one)
+    ended = await gone
+    assert ended is None or ended.outputs[0].finish_reason == "abort"
+    assert_own([await request("alone", None, 10)], model, "b", one)
+    await other.aclose()
+    await sync.aclose()
+
+
+def test_requests_in_flight_while_another_one_is_merged(tmp_path: Path) -> None:
+    model = policy(4)
+    engines.save_base(model.get_base_model(), tmp_path / "base")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+
+    async def run() -> None:
+        options = engines.engine_options(model) | OPTIONS | {"max_model_len": 256, "max_loras": 3}
+        options["worker_extension_cls"] = "engines.Slow"
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(str(tmp_path / "base"), **options))
+        try:
+            await llm.collective_rpc("slow", args=(True,))
+            await in_flight_scenario(llm, model)
+        finally:
+            llm.shutdown()
+
+    asyncio.run(run())
