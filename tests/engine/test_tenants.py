@@ -163,6 +163,15 @@ def test_which_requests_end_where_tenants_change(
         one = Replica(0, Engine(paused=True), [worker(served_tenants=list(before), state=state)])
         with pytest.raises(PushRefused, match=r"tenants hot, a, b and was paused .* changes the tenants"):
             drive(EngineSequence("mine", pause).pause(one, "merged", tenants=after))
+    if stale is not None and stale[0]:
+
+        class Actor(Engine):
+            ends_requests = False  # type: ignore[assignment]
+
+        one = Replica(0, Actor(), [worker(served_tenants=list(before), state=state)])
+        with pytest.raises(PushRefused, match=f"tenant 'hot' merged, .* while '{after[0]}' takes its place"):
+            drive(EngineSequence("mine", pause).pause(one, "merged", tenants=after))
+        assert not one.queued_calls
     to_adapter = Replica(0, Engine(), [worker(served_tenants=list(before), state=state)])
     drive(EngineSequence("mine", pause).pause(to_adapter, "adapter"))
     assert len(_end_wrong_mode_requests(to_adapter)) == 1 + bool(before), "requests without an adapter, and tenants'"

@@ -102,6 +102,11 @@ class Control:
         return True
 
     @property
+    def ends_requests(self) -> bool:
+        """Whether requests that come while a push changes the tenants can be ended, or none can come."""
+        return True
+
+    @property
     def elsewhere(self) -> bool:
         """Whether, as far as is known, other processes do all the work of calls."""
         return bool(self.workers)

@@ -115,12 +115,19 @@ class EngineSequence:
             tenants: as of the `State` that the push brings.
 
         Raises:
-            PushRefused: one of these changes, and the engine is paused by its user, perhaps with such requests.
+            PushRefused: one of these changes, and the engine is paused by its user, perhaps with such requests; or
+                another tenant is merged, and nobody can end requests that come meanwhile and name no adapter.
         """
         switches, holders = {replica.served, mode} == {"merged", "adapter"}, Call("holders", wanted=("",))
         replica.to_adapter = mode == "adapter" if switches else None
         replica.stale = stale_requests(replica.served_tenants, tenants)
         switches = switches or replica.stale is not None
+        if replica.stale is not None and replica.stale.merged and not replica.handle.ends_requests:
+            raise PushRefused(
+                f"it has tenant {replica.served_tenants[0]!r} merged, and requests that come over its handle while "
+                f"{tenants[0]!r} takes its place cannot be ended: they would be answered by the wrong one. Give the "
+                "AsyncLLM itself, or keep the tenant that is merged"
+            )
         pause = self._pause_of(replica, switches)
         if replica.still_paused:
             replica.paused_by_us = True

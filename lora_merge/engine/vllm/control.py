@@ -177,6 +177,10 @@ class AsyncControl(LlmControl):
     beats = True
     _of_core = _ASYNCHRONOUS
 
+    @property
+    def ends_requests(self) -> bool:
+        return self._reaches_core()
+
     async def paused(self) -> bool:
         return bool(await self._call("is_paused"))
 
