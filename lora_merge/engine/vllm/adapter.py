@@ -47,45 +47,35 @@ def _exists(model: nn.Module, name: str) -> bool:
         return False
 
 
-def load_adapter(
-    manager: Any, tensors: Mapping[str, Tensor], rank: int, number: int = ADAPTER_ID, *, activate: bool = True
-) -> None:
-    """Load an adapter in place of the one before. alpha = r, because the scaling is in lora_B.
-
-    Args:
-        number: the adapter's id.
-        activate: put it into one of vLLM's slots now, not when the first request names it.
-    """
-    inner = manager._adapter_manager
+def adapter_of(manager: Any, number: int, tensors: Mapping[str, Tensor], rank: int) -> Any:
+    """Return vLLM's `LoRAModel` of an adapter, with a number as its id. alpha = r, because the scaling is in lora_B."""
     modules = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors})
     helper = internals.PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": modules})
     helper.validate_legal(manager.lora_config)
-    model = internals.LoRAModel.from_lora_tensors(
+    return internals.LoRAModel.from_lora_tensors(
         number,
         {f"base_model.model.{name}": tensor for name, tensor in tensors.items()},
         helper,
         device="cpu" if next(iter(tensors.values())).device.type == "cpu" else str(manager.device),
         dtype=manager.lora_config.lora_dtype,
         model_vocab_size=manager.vocab_size,
-        weights_mapper=_mapper(inner.model),
+        weights_mapper=_mapper(manager._adapter_manager.model),
     )
-    add_adapter(manager, model, number)
-    if activate:
-        inner.activate_adapter(number)
 
 
-def add_adapter(manager: Any, model: Any, number: int) -> None:
-    """Keep an adapter of vLLM's form under an id, in place of the one before."""
-    inner = manager._adapter_manager
-    remove_adapter(manager, number)
+def load_adapter(manager: Any, tensors: Mapping[str, Tensor], rank: int) -> None:
+    """Load an adapter in place of the one before."""
+    inner, model = manager._adapter_manager, adapter_of(manager, ADAPTER_ID, tensors, rank)
+    remove_adapter(manager)
     if len(inner) + 1 > inner.capacity:
         inner.remove_oldest_adapter()
     inner.add_adapter(model)
+    inner.activate_adapter(ADAPTER_ID)
 
 
-def remove_adapter(manager: Any, number: int = ADAPTER_ID) -> None:
-    """Remove an adapter, this package's own by default, if it is loaded."""
-    manager._adapter_manager.remove_adapter(number)
+def remove_adapter(manager: Any) -> None:
+    """Remove this package's adapter if it is loaded."""
+    manager._adapter_manager.remove_adapter(ADAPTER_ID)
 
 
 def _mapper(model: nn.Module) -> Any:

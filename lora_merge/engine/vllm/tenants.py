@@ -14,7 +14,7 @@ from ..tenants import is_tenant_id, tenant_id
 from ..transport.base import Received
 from ..worker.session import WorkerSession
 from . import internals
-from .adapter import add_adapter, load_adapter, remove_adapter
+from .adapter import adapter_of
 from .adopt_checkpoint import OPERATIONS
 
 
@@ -38,7 +38,7 @@ def remove_tenants(manager: Any, but: Sequence[str]) -> None:
     stay = set(map(tenant_id, but))
     for number in manager.list_adapters():
         if is_tenant_id(number) and number not in stay:
-            remove_adapter(manager, number)
+            manager._adapter_manager.remove_adapter(number)
 
 
 @OPERATIONS.register
@@ -87,12 +87,23 @@ def load_tenant(manager: Any, name: str, own: dict[str, Tensor], merged: dict[st
             the others when their first request comes.
     """
     made = relative(own, merged)
-    rank = max(rank_of({name: factor.shape for name, factor in made.items()}).values())
-    slots = manager._adapter_manager.lora_slots
-    load_adapter(manager, made, rank, tenant_id(name), activate=place <= slots)
+    rank = max(rank_of({factor: tensor.shape for factor, tensor in made.items()}).values())
+    _put(manager, adapter_of(manager, tenant_id(name), made, rank))
+    if place <= manager._adapter_manager.lora_slots:
+        manager._adapter_manager.activate_adapter(tenant_id(name))
 
 
 def load_nothing(manager: Any, name: str) -> None:
     """Load the merged tenant relative to itself, an adapter of no module: requests that began when it was not merged
     name its id."""
-    add_adapter(manager, internals.LoRAModel(tenant_id(name), 1, {}), tenant_id(name))
+    _put(manager, internals.LoRAModel(tenant_id(name), 1, {}))
+
+
+def _put(manager: Any, model: Any) -> None:
+    """Keep an adapter of vLLM's form in place of the one that had its id."""
+    inner = manager._adapter_manager
+    inner.remove_adapter(model.id)
+    if len(inner) + 1 > inner.capacity:
+        inner.remove_oldest_adapter()
+    inner.add_adapter(model)
+    inner._last_mapping = None  # vLLM 0.26 does not see that an id has moved to another slot
