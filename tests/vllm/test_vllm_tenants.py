@@ -16,6 +16,7 @@ import pytest
 import torch
 from engines import GREEDY, LINEARS, ask, assert_answers, engine, log_prob_errors, prompts, train
 from peft import LoraConfig
+from trainer_benchmark import ran
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -342,3 +343,18 @@ def test_requests_in_flight_while_another_one_is_merged(tmp_path: Path) -> None:
             llm.shutdown()
 
     asyncio.run(run())
+
+
+@pytest.mark.whole
+def test_the_benchmark(tmp_path: Path) -> None:
+    """benchmarks/tenants.py on a tiny shape, as a user runs it."""
+    short = ("--repeats", "1", "--prompt-tokens", "4", "--new-tokens", "4", "--requests", "6", "--rank", "4")
+    record, printed = ran("tenants", tmp_path, "--device", "cpu", "--shape", "tiny", "--tenants", "1", "3", *short)
+    for way in record["ways"].values():
+        assert [(found["tenants"], found["skew"], found["hottest"]) for found in way["speed"]] == [
+            (1, None, 6), (3, 1.0, 3), (3, 2.0, 4),
+        ]  # fmt: skip
+        assert all(found["tokens_s"] > 0 for found in way["speed"])
+        assert min(way["memory"]["slots"], way["memory"]["kept"]) > 0
+    assert set(record["ways"]["beside"]["push_ms"]) == {"1", "3"}
+    assert "3 tenants, Zipf 2, hottest 4" in " ".join(printed.split())
