@@ -23,10 +23,11 @@ TIED = "tied to "
 
 @dataclass(frozen=True, slots=True)
 class LoraLimits:
-    """What adapters an engine serves: those up to a rank, in a dtype."""
+    """What adapters an engine serves: those up to a rank, in a dtype; and of how many it keeps the factors."""
 
     max_rank: int
     dtype: str
+    room: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class WorkerInfo:
     name: str = ""  # which no other worker has
     state: State
     served: str  # kind of the state with which requests in flight began
+    served_tenants: Sequence[str] = ()  # and its tenants
     tied: bool  # whether it ties the head to the embedding
     busy: str  # who else is in the middle of a push, in words
     paused: bool  # whether a push that failed, or whose trainer died, has left the engine paused

@@ -21,6 +21,8 @@ class State:
         reason: why it is dirty.
         trainer: name of the trainer (`VllmSync`, `SglangSync`) that pushed it: engines count versions for all of them.
         adapter: name of the one that was loaded from a folder, for "merged".
+        tenants: for "merged", names of adapters that are all served: the first one is merged, the others lie beside it,
+            relative to it (payload/tenants.py); empty where there is the merged policy alone.
     """
 
     kind: str = "nothing"
@@ -29,13 +31,18 @@ class State:
     reason: str = ""
     trainer: str = ""
     adapter: str = ""
+    tenants: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tenants", tuple(self.tenants))  # JSON has lists
 
     def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}  # `asdict` takes ten times as long
 
     def __str__(self) -> str:
         adapter = f" (adapter {self.adapter})" if self.adapter else ""
-        return f"dirty ({self.reason})" if self.kind == "dirty" else f"{self.kind}@{self.version}{adapter}"
+        beside = f" (merged: {self.tenants[0]}; beside it: {', '.join(self.tenants[1:])})" if self.tenants else ""
+        return f"dirty ({self.reason})" if self.kind == "dirty" else f"{self.kind}@{self.version}{adapter}{beside}"
 
 
 WEIGHTS = frozenset({"base", "adapter", "merged"})
@@ -49,6 +56,7 @@ _CHANGES: dict[str, tuple[frozenset[str], str]] = {
     "overwrite": (WEIGHTS, "dirty"),  # something else wrote to the weights: a sleep, a reload
     "switch": (frozenset({"base", "adapter"}), "brought"),  # a version of an adapter is the newest from now on
     "evict": (frozenset({"adapter"}), "base"),  # the engine dropped the adapter
+    "drop": (frozenset({"merged"}), "brought"),  # the engine dropped some of the tenants
     "return": (
         _ANY,
         "nothing",
@@ -60,9 +68,9 @@ def change(held: State, event: str, *, reason: str = "", brought: State | None =
     """Return what an engine holds after an event.
 
     Args:
-        event: "begin", "end", "break", "overwrite", "switch", "evict" or "return".
+        event: "begin", "end", "break", "overwrite", "switch", "evict", "drop" or "return".
         reason: why it is dirty from now on.
-        brought: by the push that ends, or the version that is switched to.
+        brought: by the push that ends, or the version that is switched to; of "drop", what is left.
 
     Raises:
         RuntimeError: this cannot happen to an engine that holds `held`.

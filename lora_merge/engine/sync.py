@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -23,7 +24,9 @@ from .push.channels import Trainer
 from .push.planner import PushPlanner
 from .push.replica import SyncReport, check_handle
 from .push.sharing import Sharing, check_shareable, check_shared_arguments
+from .push.tenants import TenantPlanner
 from .push.versions import VersionPusher
+from .tenants import Tenants
 from .transport.lent import LENT
 
 
@@ -34,10 +37,12 @@ class EngineSync(VersionPusher):
     Attributes:
         awaited: description of a handle whose calls have to be awaited, for messages.
         unshared: why no trainer can share weights with such engines, in words; "" where one can.
+        without_tenants: why such engines serve no tenants, in words; "" where they do.
     """
 
     awaited: ClassVar[str]
     unshared: ClassVar[str] = ""
+    without_tenants: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -52,11 +57,15 @@ class EngineSync(VersionPusher):
         strategy: Strategy | None = None,
         share: bool = False,
         adapter_names: Sequence[str] | None = None,
+        tenants: Sequence[str] | None = None,
     ) -> None:
         for name, value, known in (("merge", merge, Merge), ("pause", pause, Pause), ("mode", mode, Mode)):
             check_choice(name, value, known)
         engines = engine if isinstance(engine, list | tuple) else [] if engine is None else [engine]
         self._require(engines)
+        self._tenants = None if tenants is None else self._tenants_of(model, tenants, mode, share, adapter_names)
+        if self._tenants is not None:
+            adapter_names = self._tenants.order[:1]
         self._weights = MergedWeights(
             model, rounding=rounding, bucket_bytes=bucket_bytes, strategy=strategy, adapter_names=adapter_names
         )
@@ -78,7 +87,10 @@ class EngineSync(VersionPusher):
                 check_handle(index, control, controls[:index])
         if complaint := self._complaint(model):
             warnings.warn(complaint, stacklevel=3)
-        planner = PushPlanner(trainer, self._weights, self._base, merge)
+        if self._tenants is None:
+            planner = PushPlanner(trainer, self._weights, self._base, merge)
+        else:
+            planner = TenantPlanner(trainer, self._weights, self._base, merge, self._tenants)
         super().__init__(
             trainer, planner, pause=pause, mode=mode, rounding=rounding, computing=partial(computing, config_of(model))
         )
@@ -125,7 +137,9 @@ class EngineSync(VersionPusher):
     async def __aexit__(self, *exception: object) -> None:
         await self.aclose()
 
-    def push(self, *, mode: Mode | None = None, keep: int | None = None, verify: bool = False) -> SyncReport:
+    def push(
+        self, *, mode: Mode | None = None, keep: int | None = None, verify: bool = False, hottest: str | None = None
+    ) -> SyncReport:
         """Bring the model as it is now into every engine.
 
             report = sync.push()
@@ -141,6 +155,7 @@ class EngineSync(VersionPusher):
                 adapter, whose place each push takes.
             verify: also compare checksums of every tensor on both sides, and of what lies in the engine where that can
                 be read; a base that stays is looked at whole. Slow: for tests.
+            hottest: of `tenants`: the one that this and later pushes merge, the same on every rank; default: as before.
 
         Returns:
             what was done: version, bytes, seconds by phase, transports.
@@ -154,16 +169,18 @@ class EngineSync(VersionPusher):
         """
         if any(control.suspends for control in self._trainer.controls):
             raise InvalidInput(f"{self.awaited} has to be awaited: use `await apush()` in its event loop")
-        return drive(self._push(mode, verify, keep))
+        return drive(self._push_tenants(mode, verify, hottest, keep))
 
-    async def apush(self, *, mode: Mode | None = None, keep: int | None = None, verify: bool = False) -> SyncReport:
+    async def apush(
+        self, *, mode: Mode | None = None, keep: int | None = None, verify: bool = False, hottest: str | None = None
+    ) -> SyncReport:
         """Bring the model as it is now into every engine, from the event loop of an asynchronous handle; see `push`.
 
             report = await sync.apush()
 
         The loop keeps running meanwhile.
         """
-        return await self._push(mode, verify, keep)
+        return await self._push_tenants(mode, verify, hottest, keep)
 
     def check(self) -> None:
         """Check that the engines whose handles this rank holds still hold what was pushed last. Not collective.
@@ -219,14 +236,47 @@ class EngineSync(VersionPusher):
     def _guard(self, control: Control, sharing: Sharing) -> None:
         """Refuse, as long as a trainer shares the engine's weights, what would take them from it."""
 
-    async def _push(self, mode: str | None, verify: bool, keep: int | None = None) -> SyncReport:
+    def _tenants_of(
+        self, model: nn.Module, names: Sequence[str], mode: str, share: bool, adapter_names: Sequence[str] | None
+    ) -> Tenants:
+        """Return the tenants of an argument, or raise `InvalidInput`."""
+        if self.without_tenants:
+            raise InvalidInput(f"tenants={names!r}: {self.without_tenants}")
+        if adapter_names is not None:
+            raise InvalidInput("tenants are adapters each by itself, adapter_names a sum of some: give one of both")
+        if share:
+            raise InvalidInput("share=True has the model train on the merged weights, which are one tenant's: leave it")
+        if mode != "merged":
+            raise InvalidInput(f"tenants are served beside merged weights, so mode must be 'merged', got {mode!r}")
+        return Tenants(names, model)
+
+    async def _push_tenants(self, mode: str | None, verify: bool, hottest: str | None, keep: int | None) -> SyncReport:
+        """Push, and merge one tenant where there are some."""
+        tenants = self._tenants
+        if tenants is None:
+            if hottest is not None:
+                raise InvalidInput(f"hottest={hottest!r} names one of tenants, and this {type(self).__name__} has none")
+            return await self._push(mode, verify, keep=keep)
+        if hottest is not None:
+            tenants.check(hottest, "hottest")
+        if mode not in (None, "merged"):
+            raise InvalidInput(f"tenants are served beside merged weights, so mode must be 'merged', got {mode!r}")
+        return await self._push(mode, verify, partial(tenants.pushing, hottest, self._weights), keep)
+
+    async def _push(
+        self,
+        mode: str | None,
+        verify: bool,
+        within: Callable[[], AbstractContextManager[None]] = nullcontext,
+        keep: int | None = None,
+    ) -> SyncReport:
         if mode is None:
             mode = self._mode
         check_choice("mode", mode, Mode)
         before = self._keep
         self._keep = self._checked_keep(mode, keep)
         try:
-            return await self._pushed_as(mode, verify)
+            return await self._pushed_as(mode, verify, within)
         except BaseException:
             self._keep = before
             raise
@@ -244,11 +294,13 @@ class EngineSync(VersionPusher):
             )
         return keep
 
-    async def _pushed_as(self, mode: str, verify: bool) -> SyncReport:
+    async def _pushed_as(
+        self, mode: str, verify: bool, within: Callable[[], AbstractContextManager[None]]
+    ) -> SyncReport:
         _check_served(self._weights, mode)
         if self.sharing is not None:
             self.sharing.lay_again()
-        report = await super()._push(mode, verify)
+        report = await super()._push(mode, verify, within)
         if self.sharing is not None:
             self.sharing.pushed()
         return report

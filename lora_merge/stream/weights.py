@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -106,7 +106,7 @@ class MergedWeights:
         check_choice("rounding", rounding, Rounding)
         if not isinstance(adapters, bool):
             raise InvalidInput(f"adapters must be True or False, got {adapters!r}; set_adapter chooses which ones act")
-        self.adapter_names = check_names(adapter_names)
+        self._choice = _Choice(check_names(adapter_names))
         if self.adapter_names is not None and not adapters:
             raise InvalidInput(f"adapter_names={list(self.adapter_names)} with adapters=False, which merges none")
         check_strategy(strategy)
@@ -134,6 +134,15 @@ class MergedWeights:
         self._writers: dict[tuple[type[BucketWriter], bool, bool], BucketWriter] = {}
         self._known: tuple[Any, torch.device, Conversion] | None = None
         """The key of the last reading, and what is kept of it."""
+
+    @property
+    def adapter_names(self) -> tuple[str, ...] | None:
+        """The adapters that are merged; None for those that act."""
+        return self._choice.names
+
+    @adapter_names.setter
+    def adapter_names(self, names: Sequence[str] | None) -> None:
+        self._choice.names = check_names(names)
 
     def __repr__(self) -> str:
         """Return the model's class and the options that differ from their defaults; the model is not read."""
@@ -340,14 +349,14 @@ class MergedWeights:
 
     def beside(self, *, adapters: bool = True) -> MergedWeights:
         """Return another stream of the same model and choice of adapters, as it lies in the base; for what a push
-        brings beside this one.
+        brings beside this one. Another choice for one of them is one for both.
 
         Args:
             adapters: False: the base alone, with the copies of whole modules (`modules_to_save`) that these adapters
                 bring.
         """
         made = MergedWeights(self.model, bucket_bytes=self.bucket_bytes, adapters=adapters)
-        made.adapter_names = self.adapter_names
+        made._choice = self._choice
         return made
 
     def release(self) -> None:
@@ -435,6 +444,13 @@ class MergedWeights:
             tied = named.get(((first.tied,), made.view), "") if len(made.sources) == 1 else ""
             entries[meta.name] = Entry(meta, made.sources, window, tied, made.name)
         return [entries[name] for layer in by_layer(entries) for name in layer]
+
+
+@dataclass(slots=True)
+class _Choice:
+    """Which adapters several streams of a model merge, as of `adapter_names`."""
+
+    names: tuple[str, ...] | None
 
 
 def _meta(shard: Shard) -> Tensor:

@@ -10,7 +10,7 @@ import pytest
 
 ENGINE = Path(__file__).resolve().parents[2] / "lora_merge" / "engine"
 FLOORS = (
-    {"state", "configs", "fingerprint", "stamps", "unfit"},
+    {"state", "tenants", "configs", "fingerprint", "stamps", "unfit"},
     {"messages", "transport", "adapter_versions"},
     {"lease", "control", "payload"},
     {"worker", "push"},

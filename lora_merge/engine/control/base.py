@@ -106,6 +106,11 @@ class Control:
         return True
 
     @property
+    def ends_requests(self) -> bool:
+        """Whether requests that come while a push changes the tenants can be ended, or none can come."""
+        return True
+
+    @property
     def elsewhere(self) -> bool:
         """Whether, as far as is known, other processes do all the work of calls."""
         return bool(self.workers)
@@ -236,6 +241,10 @@ class Control:
         Args:
             adapter: whether adapter mode is the new one.
         """
+
+    async def end_tenants_requests(self, merged: bool, ids: Sequence[int]) -> None:
+        """End requests that came while a push changed the tenants, as `StaleRequests` says which: their clients get
+        "abort". Do nothing if nothing can have come meanwhile."""
 
     async def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
         """Drop cached blocks; with `running` also those of requests, which then compute them again. Return whether that

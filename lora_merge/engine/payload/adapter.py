@@ -52,6 +52,8 @@ class AdapterSource(BucketPayload):
         UnsupportedAdapter: something of the adapter that no engine serves beside its base; says what.
     """
 
+    full = False
+
     def __init__(self, weights: MergedWeights, writer: BucketWriter, dtype: torch.dtype) -> None:
         _check_model(live(weights.model))
         super().__init__(writer.device, not writer.source.ranks.alone)

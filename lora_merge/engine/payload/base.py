@@ -62,6 +62,7 @@ class Payload:
 
     Attributes:
         writes: whether `transfer_op` may change the engine.
+        full: whether it brings the weights of the model, so that a full push ends when workers commit.
         merges: whether workers merge what they received, when all workers of the engine have it.
         announced: whether every engine gets a message before the transfer. Else nobody waits for one.
         staged: whether `transfer_op` only begins a transfer, which goes on beside the engine's work. The engine is
@@ -71,6 +72,7 @@ class Payload:
     """
 
     writes = True
+    full = True
     merges = False
     announced = True
     staged = False

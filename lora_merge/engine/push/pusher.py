@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import is_not
 from typing import Any
 
 import torch
@@ -61,7 +63,7 @@ class Pusher:
         self._pushed: State | None = None
         self._floor = 0  # the last version that requests could name: an engine that was started anew counts from 1
         self._warned_of_calibrated: set[int] = set()
-        self._counted: tuple[Table, int, int] = ((), 0, 0)  # the last push's table, its tensors and bytes
+        self._counted: tuple[list[Table], int, int] = ([], 0, 0)  # the last push's tables, their tensors and bytes
         self.sharing: Sharing | None = None
         self._lock = threading.Lock()
         self._beats = Heartbeat(self._sequence.beat)
@@ -106,14 +108,21 @@ class Pusher:
             await self._let_go()
         await self._trainer.close()
 
-    async def _push(self, mode: str | None, verify: bool) -> SyncReport:
+    async def _push(
+        self, mode: str | None, verify: bool, within: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> SyncReport:
+        """Push.
+
+        Args:
+            within: makes the context in which it runs, when no other push is under way.
+        """
         if self._closed:
             name = type(self).__name__
             raise InvalidInput(f"this {name} was closed: make a new one, {name}(model, engine)")
         if not self._lock.acquire(blocking=False):
             raise PushRefused("another push is under way; two at the same time cannot both win")
         try:
-            with under_way(self._trainer.name):
+            with under_way(self._trainer.name), within():
                 return await self._locked_push(self._mode if mode is None else mode, verify)
         except BaseException as error:
             # A call that an interrupt has left under way may take the lease again: `aclose` ends it once more.
@@ -165,7 +174,7 @@ class Pusher:
             # 2. Pause: "note_pause", and the engine's own pause. With `pause="keep"` both go with the first message of
             #    the transfer. A failure leaves the engine with its old weights; step 4 resumes it.
             with report.timed("pause"):
-                pause = partial(self._sequence.pause, mode=mode, slept=slept, kind=last.state.kind)
+                pause = partial(self._sequence.pause, mode=mode, slept=slept, brought=last.state)
                 await trainer.each([replica for replica in replicas if replica.index in sent], pause)
             # 3. Transfer (transfer.py): "begin_full", then "receive", "pull", "receive_adapter" or "receive_update", at
             #    the end "merge" or "commit". A worker is dirty from its first write to its commit, and so is an engine
@@ -288,9 +297,13 @@ class Pusher:
 
     def _fill(self, report: SyncReport, replicas: Sequence[Replica], transfers: Sequence[Transfer]) -> None:
         """Note in the report what came of a push that has ended well."""
-        table, state = transfers[-1].payload.contents, transfers[-1].state
-        if table is not self._counted[0]:
-            self._counted = table, len(metas(table)), sum(slot.nbytes for slots in table for slot in slots)
+        state = transfers[-1].state
+        # Without those of the base that goes first. Tenants follow merged weights.
+        tables = [one.payload.contents for one in transfers if one.state.kind == state.kind]
+        if len(tables) != len(self._counted[0]) or any(map(is_not, tables, self._counted[0])):
+            slots = [slot for table in tables for slots in table for slot in slots]
+            self._counted = tables, sum(len(metas(table)) for table in tables), sum(slot.nbytes for slot in slots)
+        report.tenants = state.tenants
         _, report.tensors, report.nbytes = self._counted
         if self.sharing is not None:
             report.shared = self.sharing.shared

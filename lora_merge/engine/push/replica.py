@@ -12,6 +12,7 @@ from ...errors import InvalidInput, PushFailed, PushRefused
 from ..control.base import Call, Control
 from ..messages import SharedExperts, WorkerInfo
 from ..state import State, change
+from ..tenants import StaleRequests
 from ..transport.routing import WorkerId
 
 ONE_ENGINE = (
@@ -52,6 +53,7 @@ class SyncReport:
         differs: in which settings an engine's configuration says that it computes otherwise than the trainer's model,
             in words; "" where none does.
         versions: with `keep`: the versions that requests may ask for (`lora_request`), oldest first.
+        tenants: names of adapters that are all served; the first one is merged (docs/tenants.md).
     """
 
     version: int
@@ -72,6 +74,7 @@ class SyncReport:
     calibrated: str = ""
     differs: str = ""
     versions: tuple[int, ...] = ()
+    tenants: tuple[str, ...] = ()
 
     @property
     def gb_s(self) -> float:
@@ -92,6 +95,8 @@ class SyncReport:
         phases = "  ".join(f"{phase} {1e3 * spent:.1f}" for phase, spent in self.seconds.items())
         by = " by the engine" if self.merge == "engine" else ""
         base = " after the base" if self.base_sent else ""
+        if self.tenants:
+            base += f" ({self.tenants[0]}, and {len(self.tenants) - 1} tenants beside it)"
         out = self.left_out
         why = f"; through buckets: {self.buckets}" if self.buckets else ""
         note = f" ({len(out)} left out, which the engine has no part for: {out[0]} to {out[-1]})" if out else ""
@@ -124,6 +129,7 @@ class Replica:
         paused_by_us: whether a push has paused it, and not its user.
         to_adapter: whether a push that changes the mode ends in adapter mode; None where it does not change.
         allowed: paths of the adapters that requests may ask for when the push has ended; None where it had no versions.
+        stale: which tenants' requests a push ends, as they could not go on with what it brings.
         begun: whether this push has begun to write to it.
         lost: whether another trainer has taken its lease: this push does nothing more to it.
         moved: whether it has generated in the middle of this push.
@@ -141,6 +147,7 @@ class Replica:
     paused_by_us: bool = False
     to_adapter: bool | None = None
     allowed: list[str] | None = None
+    stale: StaleRequests | None = None
     begun: bool = False
     lost: bool = False
     moved: bool = False
@@ -170,6 +177,11 @@ class Replica:
     def served(self) -> str:
         """The kind of state with which requests in flight began, even if the engine is dirty now."""
         return self.state.kind if self.state.kind != "dirty" else self.workers[0].served
+
+    @property
+    def served_tenants(self) -> tuple[str, ...]:
+        """The tenants with which requests in flight began; the first was merged."""
+        return tuple(self.workers[0].served_tenants)
 
     @property
     def shares(self) -> SharedExperts | None:

@@ -20,6 +20,7 @@ from ..control.base import Call, Control, Moved, NotOurs, Unheard
 from ..control.calls import EngineGone
 from ..messages import WorkerInfo
 from ..state import State
+from ..tenants import stale_requests
 from .planner import Transfer
 from .replica import Replica
 
@@ -106,24 +107,34 @@ class EngineSequence:
 
     # ---- pause -------------------------------------------------------------------------------------------------------
 
-    async def pause(self, replica: Replica, mode: str, slept: Container[int] = (), *, kind: str = "") -> None:
+    async def pause(self, replica: Replica, mode: str, slept: Container[int] = (), *, brought: State) -> None:
         """Stop generation; with the next message, where no request is waited for or ended.
 
-        A request keeps the adapter, or none, with which it began, and a change of mode replaces the weights that it
-        needs: such requests end first, or, where the engine is paused on half-written weights, are ended at once.
+        A request keeps the adapter, or none, with which it began, and a change of mode, or of the tenant that is
+        merged, replaces the weights that it needs: such requests end first, or, where the engine is paused on
+        half-written weights, are ended at once.
 
         Args:
             slept: indices of engines that this push woke.
-            kind: of the state that the push brings.
+            brought: the state that the push brings.
 
         Raises:
-            PushRefused: the mode changes, and the engine is paused by its user, perhaps with requests of the other one.
+            PushRefused: one of these changes, and the engine is paused by its user, perhaps with such requests; or
+                another tenant is merged, and nobody can end requests that come meanwhile and name no adapter.
         """
         switches, holders = {replica.served, mode} == {"merged", "adapter"}, Call("holders", wanted=("",))
         replica.to_adapter = mode == "adapter" if switches else None
         if replica.newest:
-            replica.allowed = [CONSTANT_PATH] if kind == "adapter" else []
+            replica.allowed = [CONSTANT_PATH] if brought.kind == "adapter" else []
             switches = switches or bool(replica.kept)  # versions go with the base that they belong to
+        replica.stale = stale_requests(replica.served_tenants, brought.tenants)
+        switches = switches or replica.stale is not None
+        if replica.stale is not None and replica.stale.merged and not replica.handle.ends_requests:
+            raise PushRefused(
+                f"it has tenant {replica.served_tenants[0]!r} merged, and requests that come over its handle while "
+                f"{brought.tenants[0]!r} takes its place cannot be ended: they would be answered by the wrong one. "
+                "Give the AsyncLLM itself, or keep the tenant that is merged"
+            )
         pause = self._pause_of(replica, switches)
         if replica.still_paused:
             replica.paused_by_us = True
@@ -142,11 +153,15 @@ class EngineSequence:
             await self.make(replica, [])
             stays = not replica.paused_by_us and replica.handle.keeps
             if switches and stays and replica.index not in slept:
-                base = replica.to_adapter is None
+                what, ours, theirs = "mode", repr(mode), repr(replica.served)
+                if replica.to_adapter is None and replica.stale is not None:
+                    what, ours = "tenants", ", ".join(brought.tenants) or "none"
+                    theirs = ", ".join(replica.served_tenants)
+                elif replica.to_adapter is None:
+                    what, ours, theirs = "versions", "another base", ", ".join(str(one) for one in replica.kept)
                 raise PushRefused(
-                    f"it holds weights of mode {replica.served!r} and was paused by somebody else: requests that were "
-                    f"kept would go on with those of {'another base' if base else f'mode {mode!r}'}. Resume it before "
-                    f"a push that changes the {'base' if base else 'mode'}"
+                    f"it holds weights of {what} {theirs} and was paused by somebody else: requests that were "
+                    f"kept would go on with those of {what} {ours}. Resume it before a push that changes the {what}"
                 )
 
     def _pause_of(self, replica: Replica, switches: bool) -> str:
@@ -217,7 +232,7 @@ class EngineSequence:
         return [reset, *([Call("reset_media_caches")] if replica.workers[0].multimodal else [])]
 
     def _commit(self, one: Transfer) -> Call:
-        return self.make_call("commit", full=one.state.kind != "adapter", state=one.state.to_json())
+        return self.make_call("commit", full=one.payload.full, state=one.state.to_json())
 
     async def _made(self, replica: Replica, calls: Sequence[Call], begins: bool, ends: bool) -> list[Any]:
         """Make calls as `make` does, and resume after them if they are the push's last. Where only the resume fails,
@@ -315,9 +330,11 @@ def _names(name: str, state: State) -> list[Call]:
 
 
 def _end_wrong_mode_requests(replica: Replica) -> list[Call]:
-    """Return the calls that end requests which came while the mode changed and were made for the other mode, or for
-    versions of adapters that have gone."""
+    """Return the calls that end requests which came while the mode, or the tenants, changed and were made for the
+    other ones, or for versions of adapters that have gone."""
     ends = [] if replica.to_adapter is None else [Call("end_wrong_mode_requests", (replica.to_adapter,))]
+    if replica.stale is not None:
+        ends.append(Call("end_tenants_requests", replica.stale))
     return ends if replica.allowed is None else [*ends, Call("allow_adapters", (replica.allowed, True))]
 
 

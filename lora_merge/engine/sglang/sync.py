@@ -44,6 +44,7 @@ class SglangSync(EngineSync):
     """
 
     awaited = "an engine whose event loop is running"
+    without_tenants = "SGLang's adapters have no ids that outlive a push; VllmSync serves tenants"
     unshared = "SGLang's schedulers, which hold its weights, run in processes of their own"
 
     @staticmethod

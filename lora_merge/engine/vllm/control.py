@@ -17,7 +17,18 @@ from ..control.calls import EngineGone, watched, while_alive
 from ..control.http import Answered, NoRoute, Server
 from ..control.one_server import OneServer
 from .kept_requests import shut
-from .names import ADAPTERS, BACKEND, CALLS, HOLDERS, STILL_PAUSED, WORKER_METHOD, WRONG_MODE, other_backend, registered
+from .names import (
+    ADAPTERS,
+    BACKEND,
+    CALLS,
+    HOLDERS,
+    STILL_PAUSED,
+    TENANTS,
+    WORKER_METHOD,
+    WRONG_MODE,
+    other_backend,
+    registered,
+)
 
 _OfCore: TypeAlias = dict[str, Callable[..., tuple[str, Sequence[Any]]]]
 _SYNCHRONOUS: _OfCore = {
@@ -28,6 +39,7 @@ _SYNCHRONOUS: _OfCore = {
     "label": lambda version: ("set_weight_version?", (version,)),  # 0.26 has none
     "name_adapter": lambda there: ("nothing?", ()),
     "end_wrong_mode_requests": lambda adapter: (WRONG_MODE, (adapter,)),
+    "end_tenants_requests": lambda merged, ids: (TENANTS, (merged, ids)),
     "reset_prefix_cache": lambda running, connector: ("reset_prefix_cache", (running, connector)),
     "reset_media_caches": lambda: ("reset_encoder_cache", ()),
     "holders": lambda: (HOLDERS, ()),
@@ -89,9 +101,9 @@ class LlmControl(Control):
         if mode == "wait":  # vLLM refuses to, in the caller's own process
             if self.engine.has_unfinished_requests():  # of an LLM nothing is in flight between its calls
                 raise PushRefused(
-                    "requests are in flight that have to end first (pause='wait', or the mode changes), and this "
-                    "engine runs only when its owner steps it: step until has_unfinished_requests() says False, or "
-                    "push with pause='abort'"
+                    "requests are in flight that have to end first (pause='wait', or the mode changes, or which tenant "
+                    "is merged), and this engine runs only when its owner steps it: step until "
+                    "has_unfinished_requests() says False, or push with pause='abort'"
                 )
             mode = "keep"
         await self._call("sleep", level=0, mode=mode)
@@ -201,6 +213,10 @@ class AsyncControl(LlmControl):
     beats = True
     _of_core = _ASYNCHRONOUS
 
+    @property
+    def ends_requests(self) -> bool:
+        return self._reaches_core()
+
     async def paused(self) -> bool:
         return bool(await self._call("is_paused"))
 
@@ -220,6 +236,10 @@ class AsyncControl(LlmControl):
     async def end_wrong_mode_requests(self, adapter: bool) -> None:
         if self._reaches_core():
             await self._call("engine_core.call_utility_async", WRONG_MODE, adapter)
+
+    async def end_tenants_requests(self, merged: bool, ids: Sequence[int]) -> None:
+        if self._reaches_core():
+            await self._call("engine_core.call_utility_async", TENANTS, merged, ids)
 
     async def _holders_elsewhere(self) -> str:
         return str(await self._call("engine_core.call_utility_async", HOLDERS))

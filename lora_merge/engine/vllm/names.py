@@ -9,7 +9,8 @@ WRONG_MODE = "lora_merge_end_wrong_mode_requests"
 STILL_PAUSED = "lora_merge_still_paused"
 HOLDERS = "lora_merge_holders"
 ADAPTERS = "lora_merge_adapters"
-"""These five are methods of the engine core; see core.py and, for the last one, kept_requests.py."""
+TENANTS = "lora_merge_end_tenants_requests"
+"""These six are methods of the engine core; see core.py and, for `ADAPTERS`, kept_requests.py."""
 
 
 def registered() -> bool:

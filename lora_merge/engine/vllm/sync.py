@@ -14,6 +14,7 @@ from ..control.base import Control
 from ..payload.adapter import ADAPTER_NAME
 from ..push.sharing import Sharing
 from ..sync import EngineSync
+from ..tenants import tenant_id
 from .adapter import ADAPTER_ID
 from .control import LlmControl, control_of
 
@@ -60,6 +61,10 @@ class VllmSync(EngineSync):
         strategy: as for `MergedWeights`.
         adapter_names: of PEFT's adapters: exactly these are pushed, in either mode. Default: those that act
             (`set_adapter`). No forward of the model may run while a push begins.
+        tenants: of PEFT's adapters: each of these is served, the first one (or `push(hottest=name)`) merged, so that
+            its requests run at base-model speed, the others as LoRA slots relative to it. Requests say whose they are
+            by `lora_request(tenant=name)`. For engines with `enable_lora=True` and a `max_lora_rank` of both ranks
+            together (docs/tenants.md).
         share: hold the weights once: base weights of the model that the engine keeps in the same dtype become views of
             the engine's, their own memory is freed, and the model trains on merged weights (`train_merged`) in the
             engine's memory. Between two pushes the engine is dirty from the trainer's first write on: `check` and
@@ -100,7 +105,7 @@ class VllmSync(EngineSync):
     def _complaint(self, model: nn.Module) -> str:
         return forward_complaint(model)
 
-    def lora_request(self, version: int | None = None) -> Any:
+    def lora_request(self, version: int | None = None, *, tenant: str | None = None) -> Any:
         """Return what requests carry as `lora_request`: a `LoRARequest` in adapter mode, None in merged mode.
 
             outputs = llm.generate(prompts, sampling, lora_request=sync.lora_request())
@@ -110,11 +115,17 @@ class VllmSync(EngineSync):
 
         Args:
             version: one of those that are kept (`SyncReport.versions`); None for the newest.
+            tenant: whose policy answers, where there are `tenants`. The merged one's requests carry None: ask for each
+                request, as a push may merge another one.
 
         Raises:
-            InvalidInput: that version is not kept, or none is.
+            InvalidInput: that version is not kept, or none is; no tenant, where there are some; or a name that is none
+                of them.
+            PushRefused: no tenants were pushed yet.
         """
         found = self._version(version)
+        if self._tenants is not None or tenant is not None:
+            return self._tenant_request(tenant)
         if self._mode == "merged":
             return None
         from vllm.lora.request import LoRARequest
@@ -152,6 +163,19 @@ class VllmSync(EngineSync):
         """
         return version_of(answer)
 
+    def _tenant_request(self, tenant: Any) -> Any:
+        if self._tenants is None:
+            raise InvalidInput(f"tenant={tenant!r} is for a VllmSync with tenants=[...]")
+        if tenant is None:
+            raise InvalidInput(f"say whose policy answers: tenant=..., one of {', '.join(self._tenants.names)}")
+        self._tenants.check(tenant, "tenant")
+        if self._tenants.bare(tenant):
+            return None
+        from vllm.lora.request import LoRARequest
+
+        name = f"{ADAPTER_NAME}/{tenant}"
+        return LoRARequest(name, tenant_id(tenant), f"/{ADAPTER_NAME}/tenants/{tenant}")
+
     def sleep(self) -> None:
         """Free the memory of the KV cache while weights that are shared stay (`share=True`). Its contents are
         forgotten. `generate` wakes it, and pushes leave it asleep.
@@ -182,7 +206,9 @@ class VllmSync(EngineSync):
             )
         return self._cache
 
-    def generate(self, *args: Any, version: int | None = None, **kwargs: Any) -> Any:
+    def generate(
+        self, *args: Any, version: int | None = None, tenant: str | Sequence[str] | None = None, **kwargs: Any
+    ) -> Any:
         """Check that the engine holds what was pushed last, then call `generate` of the in-process `LLM`.
 
             outputs = sync.generate(prompts, sampling)
@@ -190,6 +216,7 @@ class VllmSync(EngineSync):
         Args:
             args: as for `LLM.generate`.
             version: as for `lora_request`.
+            tenant: as for `lora_request`; or a list, one for each prompt.
             kwargs: as for `LLM.generate`; `lora_request` is set here.
 
         Raises:
@@ -207,7 +234,11 @@ class VllmSync(EngineSync):
         self.check()
         if self.sharing is not None and self._cache is not None:
             self._cache.wake_up()
-        return controls[0].handle.generate(*args, lora_request=self.lora_request(version), **kwargs)
+        if tenant is None or isinstance(tenant, str):
+            request = self.lora_request(version, tenant=tenant)
+        else:
+            request = [self.lora_request(version, tenant=name) for name in tenant]
+        return controls[0].handle.generate(*args, lora_request=request, **kwargs)
 
 
 def compiled_classes(model: nn.Module | Sequence[nn.Module]) -> list[str]:

@@ -26,6 +26,7 @@ from .kept_adapters import OPERATIONS, KeptAdapters, kept_adapters
 from .loading.formats import calibrated_scales, quantised_checkpoint
 from .session import session_of
 from .step_counter import count_steps
+from .tenants import left_of, limits, remove_tenants
 from .unfit import NotFirst, unfit
 
 _LOADING = {"receive", "pull", "merge", "reload_checkpoint"}
@@ -89,7 +90,7 @@ class VllmWorker:
             "launcher": parallel.distributed_executor_backend == "external_launcher",
             "unfit": unfit(self.raw, session),
             "dtype": dtype_name(self.raw.model_config.dtype),
-            "lora": None if lora is None else {"max_rank": lora.max_lora_rank, "dtype": dtype_name(lora.lora_dtype)},
+            "lora": None if lora is None else limits(lora),
             "connector": (config.kv_transfer_config and config.kv_transfer_config.kv_connector) or "",
             "multimodal": self.raw.model_config.is_multimodal_model or self.raw.model_config.runner_type == "pooling",
             "quantised": session.modules.kept(quantised_checkpoint),
@@ -120,6 +121,10 @@ class VllmWorker:
         ):
             session.evicted()
             return session.held
+        left = left_of(state.tenants, self.raw.list_loras()) if state.tenants else ()
+        if left != state.tenants:
+            session.dropped(left)
+            return session.held
         return state
 
     def settle(self, session: WorkerSession, weights: bool) -> None:
@@ -129,6 +134,8 @@ class VllmWorker:
             remove_adapter(self.raw.model_runner.lora_manager)
             if self._kept is not None:
                 self._kept.forget()
+        if self.raw.vllm_config.lora_config is not None:
+            remove_tenants(self.raw.model_runner.lora_manager, session.held.tenants)
 
     def unserved(self, modules: Sequence[str]) -> tuple[list[str], str]:
         manager = self.raw.model_runner.lora_manager

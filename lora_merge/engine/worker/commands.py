@@ -320,7 +320,7 @@ def end(
         session.update = None
         note_pause(worker, session, **notes)
         if serves:
-            session.served = session.held.kind
+            session.served, session.served_tenants = session.held.kind, session.held.tenants
 
 
 @OPERATIONS.register

@@ -50,6 +50,7 @@ def hello(
             "asleep": session.asleep(),
             "paused": session.paused,
             "served": session.served,
+            "served_tenants": session.served_tenants,
             "waking": session.waking and session.cache_asleep(),
             "session": None if session.receiver is None or session.receiver.over else session.receiver.session,
             "state": worker.served(session, session.state()).to_json(),

@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -92,7 +93,8 @@ class WorkerSession:
         receiver: the channel to the trainer that connected last.
         tables: tables that had a dry run, by digest, the newest last; a trainer may come back to one in the same push.
         held: the state of the weights when this package last looked; `state` looks again.
-        served: the kind of state in which generation went on last, and so that of requests that are paused.
+        served, served_tenants: the kind of state in which generation went on last, and so that of requests that are
+            paused; and its tenants.
         writing: whether something has begun to write that was neither ended nor aborted.
         incoming: a full push, from its first call until it ends or is aborted.
         uncommitted: the state that it brings, from its last bucket to its commit.
@@ -118,7 +120,7 @@ class WorkerSession:
         self.lease = Lease()
         self.loan: Callable[[], Loan | None] = _no_loan
         self.held, self.writing = State(), False
-        self.served = self.held.kind
+        self.served, self.served_tenants = self.held.kind, self.held.tenants
         self.incoming: IncomingPush | None = None
         self.uncommitted: State | None = None
         self.merger: Merger | None = None
@@ -221,6 +223,10 @@ class WorkerSession:
     def evicted(self) -> None:
         """Note that the adapter was removed; the base is unchanged."""
         self.held = change(self.held, "evict")
+
+    def dropped(self, left: Sequence[str]) -> None:
+        """Note that the engine has dropped tenants, of which these are `left`; the merged weights are unchanged."""
+        self.held = change(self.held, "drop", brought=replace(self.held, tenants=tuple(left)))
 
     def keep_table(self, digest: str, table: Table | None = None) -> None:
         """Keep a table, and make it the last to be dropped."""
