@@ -62,6 +62,7 @@ class WorkerInfo:
     multimodal: bool
     quantised: str = ""
     calibrated: str = ""
+    unkept: str = "runs a lora_merge that does not keep caches: install the trainer's, and start it anew"
     shares: SharedExperts | None = None
     computing: Mapping[str, Any] = field(default_factory=dict)
     # What is kept in the worker.

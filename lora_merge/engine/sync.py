@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import torch.distributed as dist
 from torch import nn
 
-from ..choices import Merge, Mode, Pause, Rounding, Strategy, check_choice
+from ..choices import Cache, Merge, Mode, Pause, Rounding, Strategy, check_choice
 from ..errors import InvalidInput, PushRefused
 from ..models.pausing import training_of
 from ..shards.ranks import Ranks
@@ -34,10 +34,12 @@ class EngineSync(Pusher):
     Attributes:
         awaited: description of a handle whose calls have to be awaited, for messages.
         unshared: why no trainer can share weights with such engines, in words; "" where one can.
+        unkept: why such engines cannot keep their KV cache over a push, in words; "" where they can.
     """
 
     awaited: ClassVar[str]
     unshared: ClassVar[str] = ""
+    unkept: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -48,13 +50,18 @@ class EngineSync(Pusher):
         merge: Merge = "auto",
         rounding: Rounding = "nearest",
         pause: Pause = "keep",
+        cache: Cache = "reset",
         bucket_bytes: int = BUCKET_BYTES,
         strategy: Strategy | None = None,
         share: bool = False,
         adapter_names: Sequence[str] | None = None,
     ) -> None:
-        for name, value, known in (("merge", merge, Merge), ("pause", pause, Pause), ("mode", mode, Mode)):
+        given = (("merge", merge, Merge), ("pause", pause, Pause), ("mode", mode, Mode), ("cache", cache, Cache))
+        for name, value, known in given:
             check_choice(name, value, known)
+        if cache == "keep" and self.unkept:
+            raise InvalidInput(f"cache='keep' is for vLLM: {self.unkept}. Leave cache out")
+        _check_kept(cache, mode)
         engines = engine if isinstance(engine, list | tuple) else [] if engine is None else [engine]
         self._require(engines)
         self._weights = MergedWeights(
@@ -80,7 +87,13 @@ class EngineSync(Pusher):
             warnings.warn(complaint, stacklevel=3)
         planner = PushPlanner(trainer, self._weights, self._base, merge)
         super().__init__(
-            trainer, planner, pause=pause, mode=mode, rounding=rounding, computing=partial(computing, config_of(model))
+            trainer,
+            planner,
+            pause=pause,
+            cache=cache,
+            mode=mode,
+            rounding=rounding,
+            computing=partial(computing, config_of(model)),
         )
         if share:
             with world.vote(type(self).__name__):
@@ -219,6 +232,7 @@ class EngineSync(Pusher):
         if mode is None:
             mode = self._mode
         check_choice("mode", mode, Mode)
+        _check_kept(self._sequence.cache, mode)
         _check_served(self._weights, mode)
         if self.sharing is not None:
             self.sharing.lay_again()
@@ -226,6 +240,15 @@ class EngineSync(Pusher):
         if self.sharing is not None:
             self.sharing.pushed()
         return report
+
+
+def _check_kept(cache: Cache, mode: str) -> None:
+    """Raise `InvalidInput` if what is pushed in a mode cannot leave a KV cache as it is."""
+    if cache == "keep" and mode != "merged":
+        raise InvalidInput(
+            f"cache='keep' is for merged weights, got mode={mode!r}, where requests carry their adapter: push with "
+            'mode="merged", or leave cache out'
+        )
 
 
 def _check_served(weights: MergedWeights, mode: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...choices import Pause, Rounding
+from ...choices import Cache, Pause, Rounding
 from ...errors import InvalidInput, PushRefused
 from ...stream.bucket_writer import BucketWriter
 from ...stream.buckets import Table, metas
@@ -34,7 +34,7 @@ class Pusher:
 
     Args:
         trainer: the ranks that push, with their engines.
-        pause: what becomes of requests in flight.
+        pause, cache: what becomes of requests in flight, and of their KV cache.
         mode: of the first push, unless it says another.
         healing: of dirty engines, in words.
         computing: how the trainer's model computes, as of `computing` in configs.py.
@@ -49,12 +49,13 @@ class Pusher:
         planner: Planner,
         *,
         pause: Pause,
+        cache: Cache = "reset",
         mode: str,
         rounding: Rounding = "nearest",
         healing: str = "the next push heals them",
         computing: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        self._trainer, self._planner, self._sequence = trainer, planner, EngineSequence(trainer.name, pause)
+        self._trainer, self._planner, self._sequence = trainer, planner, EngineSequence(trainer.name, pause, cache)
         self._mode, self._rounding, self._healing = mode, rounding, healing
         self._computing, self._warned_of_differences = computing, set[tuple[int, str]]()
         self._closed = self._held = False
@@ -203,6 +204,8 @@ class Pusher:
 
         # "hello": workers say what they are and hold, and take the lease.
         replicas = await self._introduce(*known, read_model)
+        for replica in replicas:
+            self._sequence.check(replica)
         report.differs = warn_of_differences(replicas, self._computing(), self._warned_of_differences)
         report.version = max(replica.state.version for replica in replicas) + 1
         slept = {replica.index: replica.asleep for replica in replicas if replica.asleep or replica.waking}

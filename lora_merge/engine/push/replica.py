@@ -119,6 +119,7 @@ class Replica:
         workers: what its workers say of themselves, in rank order.
         paused_by_us: whether a push has paused it, and not its user.
         to_adapter: whether a push that changes the mode ends in adapter mode; None where it does not change.
+        keeps: whether requests in flight keep their KV cache.
         begun: whether this push has begun to write to it.
         lost: whether another trainer has taken its lease: this push does nothing more to it.
         moved: whether it has generated in the middle of this push.
@@ -135,6 +136,7 @@ class Replica:
     workers: list[WorkerInfo]
     paused_by_us: bool = False
     to_adapter: bool | None = None
+    keeps: bool = False
     begun: bool = False
     lost: bool = False
     moved: bool = False

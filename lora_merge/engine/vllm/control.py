@@ -15,7 +15,18 @@ from ..control.base import Call, Control, Unheard, judges
 from ..control.calls import EngineGone, watched, while_alive
 from ..control.http import NoRoute, Server
 from ..control.one_server import OneServer
-from .names import BACKEND, CALLS, HOLDERS, STILL_PAUSED, WORKER_METHOD, WRONG_MODE, other_backend, registered
+from .names import (
+    BACKEND,
+    CALLS,
+    HOLDERS,
+    KEEP_CACHE,
+    STILL_PAUSED,
+    WILL_KEEP,
+    WORKER_METHOD,
+    WRONG_MODE,
+    other_backend,
+    registered,
+)
 
 _OfCore: TypeAlias = dict[str, Callable[..., tuple[str, Sequence[Any]]]]
 _SYNCHRONOUS: _OfCore = {
@@ -29,6 +40,8 @@ _SYNCHRONOUS: _OfCore = {
     "reset_prefix_cache": lambda running, connector: ("reset_prefix_cache", (running, connector)),
     "reset_media_caches": lambda: ("reset_encoder_cache", ()),
     "holders": lambda: (HOLDERS, ()),
+    "will_keep": lambda: (WILL_KEEP, ()),
+    "keep_cache": lambda: (KEEP_CACHE, ()),
 }
 """Calls to an engine -> the core's methods, as `lora_merge_calls` takes them."""
 _ASYNCHRONOUS: _OfCore = _SYNCHRONOUS | {
@@ -103,6 +116,16 @@ class LlmControl(Control):
 
     async def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
         return bool(await self._call("reset_prefix_cache", running, connector))
+
+    async def will_keep(self) -> str:
+        return await self._kept(WILL_KEEP)
+
+    async def keep_cache(self) -> bool:
+        return await self._kept(KEEP_CACHE) == str(True)
+
+    async def _kept(self, method: str) -> str:
+        """Call a function of kept.py in the core."""
+        return str((await self._call("collective_rpc", method))[0])
 
     async def reset_media_caches(self) -> None:
         # Not reset_mm_cache: it empties the processors' caches, which hold inputs as the user sent them, on one side
@@ -312,6 +335,13 @@ class HttpControl(OneServer, LlmControl):
         if answer and not isinstance(answer.get("success"), bool):
             raise self._server.unlike(answer)
         return bool(answer.get("success", True))
+
+    async def _kept(self, method: str) -> str:
+        answer = self._server.post("collective_rpc", body={"method": method})
+        results = answer.get("results")
+        if not isinstance(results, list) or len(results) != 1 or not isinstance(results[0], str):
+            raise self._server.unlike(answer)
+        return results[0]
 
     async def reset_media_caches(self) -> None:
         self._server.do("reset_encoder_cache", {})

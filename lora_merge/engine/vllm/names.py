@@ -9,6 +9,9 @@ WRONG_MODE = "lora_merge_end_wrong_mode_requests"
 STILL_PAUSED = "lora_merge_still_paused"
 HOLDERS = "lora_merge_holders"
 """These four are methods of the engine core; see core.py."""
+WILL_KEEP = "lora_merge_will_keep"
+KEEP_CACHE = "lora_merge_keep_cache"
+"""So are these two; see kept.py."""
 
 
 def registered() -> bool:
