@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
+import time
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,9 @@ from engines import engine, train
 from torch import Tensor, nn
 from vllm import LLM, SamplingParams
 
-from lora_merge import InvalidInput, Span, VllmSync, weight_spans
+from lora_merge import Follower, InvalidInput, Publisher, PushRefused, Span, VllmSync, weight_spans
+from lora_merge.cli import main
+from tests.vllm.test_vllm_processes import Server
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 no_leftovers = engines.no_leftovers
@@ -183,3 +188,88 @@ def test_what_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(InvalidInput, match=word):
             weight_spans(wrong)
+
+
+class Asked(threading.Thread):
+    """A request to a server, and its answer."""
+
+    def __init__(self, server: Server, tokens: int) -> None:
+        super().__init__()
+        self.server, self.tokens = server, tokens
+        self.start()
+
+    def run(self) -> None:
+        sampling = {"temperature": 0, "max_tokens": self.tokens, "ignore_eos": True}
+        body = json.dumps({"token_ids": PROMPT[:10], "sampling_params": sampling}).encode()
+        url, kind = f"{self.server.url}/inference/v1/generate", {"Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(url, body, kind), timeout=100) as response:
+            self.answer = json.loads(response.read())
+
+    def spans(self, policies: dict[str, nn.Module]) -> Any:
+        """Wait for the answer, compare its tokens with those of the cache that it says it had, and return that."""
+        self.join()
+        spans, answer = weight_spans(self.answer), self.answer["choices"][0]["token_ids"]
+        ids = [*PROMPT[:10], *answer]
+        assert len(answer) == self.tokens
+        assert replayed(policies, ids, spans.kv)[9:].argmax(-1).tolist() == answer
+        return spans
+
+
+def test_a_server_keeps_what_follows_and_what_is_pushed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, policies = models.with_lora(engines.qwen2, target_modules=engines.LINEARS), dict[str, nn.Module]()
+    base, store = tmp_path / "base", tmp_path / "store"
+    engines.save_base(model.get_base_model(), base)
+    server = Server(base, tmp_path / "log", "--worker-extension-cls", "engines.Slower", load_format="auto")
+    try:
+        server.wait()
+        publisher = Publisher(model, store)
+
+        def publish() -> str:
+            train(model, len(policies))
+            name = publisher.publish().name
+            policies[name] = copy.deepcopy(model).double().eval()
+            return name
+
+        first = publish()
+        assert main(["follow", server.url, str(store), "--once", "--cache", "keep", "--base", str(base)]) == 0
+        assert first in capsys.readouterr().out
+        follower = Follower(server.url, store, base=base, cache="keep")
+        follower.step()
+        control = follower._loader._trainer.controls[0]
+        control._server.post("collective_rpc", body={"method": "slow", "args": ["on"]})  # type: ignore[attr-defined]
+        asked = Asked(server, 50)
+        time.sleep(1.5)
+        second = publish()
+        assert follower.step() is not None
+        new = Asked(server, 3)
+        assert [one.version for one in new.spans(policies).kv] == [second]
+        spans = asked.spans(policies)
+        assert spans.mixed
+        assert [one.version for one in spans.kv] == [one.version for one in spans.tokens] == [first, second]
+        follower.close()
+        # A trainer's push over HTTP, which reaches the engine's core by workers' calls alone.
+        sync = VllmSync(model, server.url, cache="keep")
+        asked = Asked(server, 50)
+        time.sleep(1.5)
+        train(model, 9)
+        third = f"merged@{sync.push().version}"
+        policies[third] = copy.deepcopy(model).double().eval()
+        spans = asked.spans(policies)
+        assert [one.version for one in spans.kv] == [second, third]
+        # An older lora_merge where the engine runs says nothing of keeping.
+        control = sync._trainer.controls[0]
+        rpc = control.rpc
+
+        async def older(op: str, **message: Any) -> list[dict[str, Any]]:
+            return [{name: said for name, said in one.items() if name != "unkept"} for one in await rpc(op, **message)]
+
+        monkeypatch.setattr(control, "rpc", older)
+        with pytest.raises(PushRefused, match=r"runs a lora_merge that does not keep caches.*Push with cache='reset'"):
+            sync.push()
+        monkeypatch.undo()
+        assert str(sync.states()[0]) == third
+        sync.close()
+    finally:
+        server.close()
