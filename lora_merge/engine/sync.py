@@ -62,6 +62,11 @@ class EngineSync(Pusher):
         if cache == "keep" and self.unkept:
             raise InvalidInput(f"cache='keep' is for vLLM: {self.unkept}. Leave cache out")
         _check_kept(cache, mode)
+        if cache == "keep" and share:
+            raise InvalidInput(
+                "share=True lets the trainer write to the engine's weights between two pushes, and what they have "
+                "computed meanwhile is not known: nothing can be kept of it. Leave out cache='keep', or share"
+            )
         engines = engine if isinstance(engine, list | tuple) else [] if engine is None else [engine]
         self._require(engines)
         self._weights = MergedWeights(

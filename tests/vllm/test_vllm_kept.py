@@ -18,10 +18,12 @@ import pytest
 import torch
 from engines import engine, train
 from torch import Tensor, nn
-from vllm import LLM, SamplingParams
+from vllm import LLM, EngineArgs, SamplingParams
+from vllm.config import KVEventsConfig, KVTransferConfig
 
 from lora_merge import Follower, InvalidInput, Publisher, PushRefused, Span, VllmSync, weight_spans
 from lora_merge.cli import main
+from lora_merge.engine.vllm import kept
 from tests.vllm.test_vllm_processes import Server
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
@@ -174,6 +176,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for options, word in (
         ({"cache": "keep", "pause": "wait"}, "pause='wait' leaves none"),
         ({"cache": "keep", "mode": "adapter"}, "is for merged weights, got mode='adapter'"),
+        ({"cache": "keep", "share": True}, "share=True lets the trainer write"),
         ({"cache": "kept"}, "cache must be one of reset, keep, got 'kept'"),
     ):
         with pytest.raises(InvalidInput, match=word):
@@ -273,3 +276,24 @@ def test_a_server_keeps_what_follows_and_what_is_pushed(
         sync.close()
     finally:
         server.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({}, ""),
+        ({"kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")}, "KV connector"),
+        ({"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null")}, "kv_events_config"),
+        ({"runner": "pooling", "convert": "embed"}, "pooling engine"),
+        ({"scheduler_cls": "somewhere.Scheduler"}, "scheduler_cls"),
+        ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, ""),
+    ],
+)
+def test_engines_that_cannot_keep(tmp_path: Path, options: dict[str, Any], word: str) -> None:
+    """(vLLM's own configuration.)"""
+    engines.save_base(engines.qwen2(), tmp_path / "base")
+    config = EngineArgs(str(tmp_path / "base"), skip_tokenizer_init=True, **options).create_engine_config()
+    found = kept.unkept(config, True)
+    assert word in found
+    assert bool(word) == bool(found)
+    assert "0.32" in kept.unkept(config, False)

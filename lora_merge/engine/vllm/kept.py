@@ -200,6 +200,8 @@ def unkept(config: Any, has_versions: bool) -> str:
         return "tells others of its blocks (kv_events_config), who would send it requests for blocks that it keeps"
     if config.model_config.runner_type == "pooling":
         return "is a pooling engine, whose answers could not say of which weights they are"
-    if not config.scheduler_config.get_scheduler_cls().__module__.startswith("vllm."):
+    scheduler = config.scheduler_config.scheduler_cls  # vLLM's own where it is None
+    where = scheduler if isinstance(scheduler, str) else getattr(scheduler, "__module__", "")
+    if scheduler is not None and not where.startswith("vllm."):
         return "has a scheduler of its own (scheduler_cls), of which nothing is known here"
     return ""
