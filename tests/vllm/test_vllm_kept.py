@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vllm import LLM, EngineArgs, SamplingParams
 from vllm.config import KVEventsConfig, KVTransferConfig
 
-from lora_merge import Follower, InvalidInput, Publisher, PushRefused, Span, VllmSync, weight_spans
+from lora_merge import Follower, InvalidInput, Publisher, PushRefused, SglangSync, Span, VllmSync, weight_spans
 from lora_merge.cli import main
 from lora_merge.engine.vllm import kept
 from tests.vllm.test_vllm_processes import Server
@@ -181,6 +181,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(InvalidInput, match=word):
             VllmSync(model, "http://localhost:1", **options)
+    with pytest.raises(InvalidInput, match="cache='keep' is for vLLM: .* names the version of its end alone"):
+        SglangSync(model, "http://localhost:1", cache="keep")
     said = {"tokens": [["merged@1", 0, 5], ["merged@2", 5, 9]], "kv": [["merged@1", 0, 12]], "mixed": False}
     answer = {"choices": [{}], "usage": {"completion_tokens": 4}, "kv_transfer_params": {"lora_merge": said}}
     assert weight_spans(json.loads(json.dumps(answer))).tokens == (Span("merged@1", 0, 4),)
