@@ -181,7 +181,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(InvalidInput, match=word):
             VllmSync(model, "http://localhost:1", **options)
-    with pytest.raises(InvalidInput, match="cache='keep' is for vLLM: .* names the version of its end alone"):
+    with pytest.raises(InvalidInput, match=r"cache='keep' is for vLLM: .* names the version of its end alone"):
         SglangSync(model, "http://localhost:1", cache="keep")
     said = {"tokens": [["merged@1", 0, 5], ["merged@2", 5, 9]], "kv": [["merged@1", 0, 12]], "mixed": False}
     answer = {"choices": [{}], "usage": {"completion_tokens": 4}, "kv_transfer_params": {"lora_merge": said}}
