@@ -88,11 +88,12 @@ def assert_replays(output: Any, policies: dict[str, nn.Module]) -> Any:
 
 def test_requests_go_on_from_their_old_cache(tmp_path: Path) -> None:
     model = models.with_lora(engines.qwen2, target_modules=engines.LINEARS)
-    policies = dict[str, nn.Module]()
+    policies, reports = dict[str, nn.Module](), list[str]()
 
     def push(sync: VllmSync) -> str:
         train(model, len(policies))
         report = sync.push()
+        reports.append(report.cache)
         name = f"merged@{report.version}"
         policies[name] = copy.deepcopy(model).double().eval()
         return name
@@ -167,6 +168,7 @@ def test_requests_go_on_from_their_old_cache(tmp_path: Path) -> None:
         healed = push(keeps)
         spans = weight_spans(flight.end()["dirty"])
         assert [one.version for one in spans.kv] == [healed]
+        assert reports == ["keep"] * 6 + ["reset"] * 2, "the last one asked for it, and was told"
         for sync in (keeps, merges, resets):
             sync.close()
 

@@ -141,6 +141,7 @@ class Pusher:
             replicas, transfers, slept = await self._prepare(report, verify)
         last, held = transfers[-1], {replica.index: replica.state for replica in replicas}
         name = last.state.adapter or f"{mode}@{report.version}"
+        report.cache = "keep" if all(self._sequence.keeps(replica, slept) for replica in replicas) else "reset"
         # Engines that compute together resume together, when all ranks know that none has failed. Any other one resumes
         # with the last message of the last transfer.
         through = {engine[0].index for engine in engines_of(replicas) if len(engine) == 1}.difference(slept)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...choices import Cache
 from ...errors import InvalidInput, PushFailed, PushRefused
 from ..control.base import Call, Control
 from ..messages import SharedExperts, WorkerInfo
@@ -51,6 +52,8 @@ class SyncReport:
             not for what was pushed, in words; "" where none have (docs/vllm.md, Scales of the KV cache).
         differs: in which settings an engine's configuration says that it computes otherwise than the trainer's model,
             in words; "" where none does.
+        cache: "keep" if requests in flight have kept their KV cache in every engine; one that was dirty, or slept,
+            drops it, whatever the push was asked for.
     """
 
     version: int
@@ -70,6 +73,7 @@ class SyncReport:
     reloaded: int = 0
     calibrated: str = ""
     differs: str = ""
+    cache: Cache = "reset"
 
     @property
     def gb_s(self) -> float:
@@ -101,6 +105,8 @@ class SyncReport:
             why += f"; KV cache scales of the engine's checkpoint kept: {self.calibrated}"
         if self.differs:
             why += f"; an engine computes otherwise: {self.differs}"
+        if self.cache == "keep":
+            why += "; requests in flight have kept their KV cache"
         once = f" and {self.shared / 1e6:.1f} MB held once" if self.shared else ""
         over = f" over {'+'.join(self.transports)}" if self.transports else ""
         return (

@@ -117,6 +117,12 @@ class EngineSequence:
         if self.cache == "keep" and why:
             raise PushRefused(f"engine {replica.index} {why}. Push with cache='reset'")
 
+    def keeps(self, replica: Replica, slept: Container[int]) -> bool:
+        """Return True if requests in flight keep their KV cache over a push that begins now."""
+        # Weights that slept have taken the KV cache with them, and nobody knows what dirty ones have computed.
+        asleep = replica.index in slept or replica.asleep or replica.waking
+        return self.cache == "keep" and replica.state.kind != "dirty" and not asleep
+
     # ---- pause -------------------------------------------------------------------------------------------------------
 
     async def pause(self, replica: Replica, mode: str, slept: Container[int] = ()) -> None:
@@ -132,9 +138,7 @@ class EngineSequence:
             PushRefused: the mode changes, and the engine is paused by its user, perhaps with requests of the other one.
         """
         switches = {replica.served, mode} == {"merged", "adapter"}
-        # Weights that slept have taken the KV cache with them, and nobody knows what dirty ones have computed.
-        asleep = replica.index in slept or replica.asleep or replica.waking
-        replica.keeps = self.cache == "keep" and replica.state.kind != "dirty" and not asleep
+        replica.keeps = self.keeps(replica, slept)
         holders = Call("will_keep" if replica.keeps else "holders", wanted=("",))
         replica.to_adapter = mode == "adapter" if switches else None
         pause = self._pause_of(replica, switches)
