@@ -104,7 +104,7 @@ async def measure(args: argparse.Namespace, folder: Path, record: dict[str, Any]
     model = policy(args, folder / "base")
     publisher, store = Publisher(model, url, keep=3), Store(url)
     publisher.publish()
-    os.environ["LORA_MERGE_FOLLOW"] = str(url)
+    os.environ |= {"LORA_MERGE_FOLLOW": str(url), "LORA_MERGE_CACHE": args.cache}
     memory = {"gpu_memory_utilization": args.gpu_memory} if args.device == "cuda" else {}
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
@@ -183,6 +183,12 @@ def main() -> None:
     parser.add_argument("--versions", type=int, default=8, help="default %(default)s")
     parser.add_argument("--warm", type=float, default=10.0, help="seconds before the first (default %(default)s)")
     parser.add_argument("--pause", type=float, default=3.0, help="seconds between two (default %(default)s)")
+    parser.add_argument(
+        "--cache",
+        choices=("reset", "keep"),
+        default="reset",
+        help="KV cache of requests in flight (default %(default)s)",
+    )
     parser.add_argument("--folder", type=Path, help="for checkpoint and store (default: a new one in /dev/shm)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     args = parser.parse_args()
@@ -191,7 +197,7 @@ def main() -> None:
     shared = Path("/dev/shm")
     folder = args.folder or Path(tempfile.mkdtemp(dir=shared if shared.is_dir() else None))
     record: dict[str, Any] = report.provenance(torch.device(args.device)) | {
-        key: getattr(args, key) for key in ("shape", "rank", "requests", "prompt_tokens", "new_tokens")
+        key: getattr(args, key) for key in ("shape", "rank", "requests", "prompt_tokens", "new_tokens", "cache")
     }
     record["points"] = []
     try:

@@ -32,6 +32,7 @@ from .models.peft.read import read_deltas
 from .publish.follower import Follower
 from .publish.publisher import Published, Publisher
 from .saving import Saved, merge_checkpoint, save_merged
+from .spans import Span, WeightSpans, weight_spans
 from .stream.weights import MergedWeights
 from .training import Training, train_merged
 
@@ -55,10 +56,12 @@ __all__ = [
     "Saved",
     "Segment",
     "SglangSync",
+    "Span",
     "SyncReport",
     "Training",
     "UnsupportedAdapter",
     "VllmSync",
+    "WeightSpans",
     "megatron",
     "merge",
     "merge_",
@@ -72,4 +75,5 @@ __all__ = [
     "train_merged",
     "unmerge_",
     "verify",
+    "weight_spans",
 ]

@@ -18,6 +18,8 @@ Merge: TypeAlias = Literal["auto", "trainer", "engine"]
 """Who adds the adapters to the base."""
 Pause: TypeAlias = Literal["keep", "wait", "abort"]
 """What becomes of requests in flight."""
+Cache: TypeAlias = Literal["reset", "keep"]
+"""What becomes of the KV cache of requests that go on over a push."""
 Train: TypeAlias = Literal["adapters", "merged"]
 """What a trainer's forward computes with."""
 Tokenizer: TypeAlias = Literal["base", "adapter"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .choices import Pause
+from .choices import Cache, Pause
 from .engine.control.calls import drive
 from .engine.load_adapter import check_blocking, load, unload
 from .engine.push.replica import SyncReport
@@ -27,6 +27,7 @@ def load_adapter(
     name: str | None = None,
     device: str | torch.device = "cpu",
     pause: Pause = "keep",
+    cache: Cache = "reset",
     verify: bool = False,
 ) -> SyncReport:
     """Merge an adapter that PEFT has saved into a running engine.
@@ -48,6 +49,7 @@ def load_adapter(
         name: name of the adapter in the engine's answers and states; default: the folder's name.
         device: device from which the adapter is sent; "cuda" uses CUDA IPC or NCCL.
         pause: what happens to requests in flight: "keep", "wait" or "abort", as for `VllmSync`.
+        cache: what happens to the KV cache of requests that go on: "reset" or "keep", as for `VllmSync`.
         verify: compare checksums of the adapter on both sides.
 
     Returns:
@@ -62,7 +64,7 @@ def load_adapter(
         MissingExtra: peft or transformers is not installed.
     """
     check_blocking(engine)
-    return drive(load(engine, folder, base=base, name=name, device=device, pause=pause, verify=verify))
+    return drive(load(engine, folder, base=base, name=name, device=device, pause=pause, cache=cache, verify=verify))
 
 
 async def aload_adapter(
@@ -73,6 +75,7 @@ async def aload_adapter(
     name: str | None = None,
     device: str | torch.device = "cpu",
     pause: Pause = "keep",
+    cache: Cache = "reset",
     verify: bool = False,
 ) -> SyncReport:
     """Merge an adapter that PEFT has saved into a running `AsyncLLM`, in its event loop.
@@ -81,7 +84,7 @@ async def aload_adapter(
 
     Arguments, result and errors are those of `load_adapter`.
     """
-    return await load(engine, folder, base=base, name=name, device=device, pause=pause, verify=verify)
+    return await load(engine, folder, base=base, name=name, device=device, pause=pause, cache=cache, verify=verify)
 
 
 def unload_adapter(engine: Any, *, pause: Pause = "keep") -> SyncReport:

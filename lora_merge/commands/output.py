@@ -10,15 +10,27 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
+from ..choices import Cache
 from ..errors import LoraMergeError, PushFailed
 
 REFUSED, DIRTY, INTERRUPTED = 1, 3, 130
 """Exit statuses: nothing was changed; an engine is dirty, as a push broke off; Ctrl-C. (argparse takes 2.)"""
 Command = Callable[[argparse.Namespace], int]
+
+
+def add_cache(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--cache`."""
+    parser.add_argument(
+        "--cache",
+        default="reset",
+        choices=get_args(Cache),
+        help="the KV cache of requests in flight is dropped and computed again, or kept as the old weights have "
+        "computed it (default: reset)",
+    )
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

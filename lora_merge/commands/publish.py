@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidInput
-from .output import REFUSED, add_json, tell
+from .output import REFUSED, add_cache, add_json, tell
 
 if TYPE_CHECKING:
     from ..publish.status import StoreStatus
@@ -39,6 +39,7 @@ def add_follow(parser: argparse.ArgumentParser) -> None:
         choices=("keep", "wait", "abort"),
         help="requests in flight go on with the new weights, finish first, or are aborted (default: keep)",
     )
+    add_cache(parser)
     add_json(parser)
 
 
@@ -94,6 +95,7 @@ def follow(options: argparse.Namespace) -> int:
         base=options.base,
         key=_key(options),
         pause=options.pause,
+        cache=options.cache,
         name=options.name,
         told=to_stderr,
     )

@@ -9,7 +9,7 @@ import torch
 
 from ..bench.options import device
 from ..choices import Pause
-from .output import add_json, tell
+from .output import add_cache, add_json, tell
 
 if TYPE_CHECKING:
     from ..engine.push.replica import SyncReport
@@ -33,6 +33,7 @@ def add_load(parser: argparse.ArgumentParser) -> None:
         help="device from which the adapter is sent: cpu, or cuda for CUDA IPC or NCCL (default: cpu)",
     )
     parser.add_argument("--verify", action="store_true", help="compare checksums of the adapter after the transfer")
+    add_cache(parser)
     _add_pause(parser)
 
 
@@ -69,6 +70,7 @@ def load(options: argparse.Namespace) -> int:
         name=options.name,
         device=options.device,
         pause=options.pause,
+        cache=options.cache,
         verify=options.verify,
     )
     return _told(options, report, f"{options.url} serves {options.name or options.adapter}")

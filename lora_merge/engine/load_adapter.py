@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..choices import Pause
+from ..choices import Cache, Pause
 from ..errors import InvalidInput, PushRefused
 from ..kernels.checks import check_device
 from ..models.peft.folder import needs_values, notes_of, read_folder
@@ -253,17 +253,19 @@ class AdapterLoader:
 
     Args:
         engine: as for `serve.load_adapter`, but none that has to be awaited.
-        pause: as there.
+        pause, cache: as there.
         device: from which adapters are sent.
 
     Raises:
         InvalidInput: an argument does not fit.
     """
 
-    def __init__(self, engine: Any, *, pause: Pause = "keep", device: str | torch.device = "cpu") -> None:
+    def __init__(
+        self, engine: Any, *, pause: Pause = "keep", cache: Cache = "reset", device: str | torch.device = "cpu"
+    ) -> None:
         check_blocking(engine)
         self._trainer, self._planner, self._device = _trainer_of(engine), _Delegate(), check_device(device)
-        self._pusher = Pusher(self._trainer, self._planner, pause=pause, mode="merged", healing=_HEALING)
+        self._pusher = Pusher(self._trainer, self._planner, pause=pause, cache=cache, mode="merged", healing=_HEALING)
 
     def load(
         self, folder: Path, *, base: str | Path | None, name: str, trained_on: Mapping[str, Mapping[str, str]]
@@ -299,13 +301,14 @@ async def load(
     name: str | None,
     device: str | torch.device,
     pause: Pause,
+    cache: Cache,
     verify: bool,
 ) -> SyncReport:
     """Load an adapter; see `serve.load_adapter`."""
     trainer, folder = _trainer_of(engine), Path(folder)
     name = folder.resolve().name if name is None else name
     planner = LoadPlanner(trainer, folder, base, name, check_device(device))
-    return await _push(Pusher(trainer, planner, pause=pause, mode="merged", healing=_HEALING), verify)
+    return await _push(Pusher(trainer, planner, pause=pause, cache=cache, mode="merged", healing=_HEALING), verify)
 
 
 async def unload(engine: Any, *, pause: Pause) -> SyncReport:

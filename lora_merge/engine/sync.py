@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 import torch.distributed as dist
 from torch import nn
 
-from ..choices import Merge, Mode, Pause, Rounding, Strategy, check_choice
+from ..choices import Cache, Merge, Mode, Pause, Rounding, Strategy, check_choice
 from ..errors import InvalidInput, PushRefused
 from ..models.pausing import training_of
 from ..shards.ranks import Ranks
@@ -38,11 +38,13 @@ class EngineSync(VersionPusher):
         awaited: description of a handle whose calls have to be awaited, for messages.
         unshared: why no trainer can share weights with such engines, in words; "" where one can.
         without_tenants: why such engines serve no tenants, in words; "" where they do.
+        unkept: why such engines cannot keep their KV cache over a push, in words; "" where they can.
     """
 
     awaited: ClassVar[str]
     unshared: ClassVar[str] = ""
     without_tenants: ClassVar[str] = ""
+    unkept: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -53,14 +55,24 @@ class EngineSync(VersionPusher):
         merge: Merge = "auto",
         rounding: Rounding = "nearest",
         pause: Pause = "keep",
+        cache: Cache = "reset",
         bucket_bytes: int = BUCKET_BYTES,
         strategy: Strategy | None = None,
         share: bool = False,
         adapter_names: Sequence[str] | None = None,
         tenants: Sequence[str] | None = None,
     ) -> None:
-        for name, value, known in (("merge", merge, Merge), ("pause", pause, Pause), ("mode", mode, Mode)):
+        given = (("merge", merge, Merge), ("pause", pause, Pause), ("mode", mode, Mode), ("cache", cache, Cache))
+        for name, value, known in given:
             check_choice(name, value, known)
+        if cache == "keep" and self.unkept:
+            raise InvalidInput(f"cache='keep' is for vLLM: {self.unkept}. Leave cache out")
+        _check_kept(cache, mode)
+        if cache == "keep" and share:
+            raise InvalidInput(
+                "share=True lets the trainer write to the engine's weights between two pushes, and what they have "
+                "computed meanwhile is not known: nothing can be kept of it. Leave out cache='keep', or share"
+            )
         engines = engine if isinstance(engine, list | tuple) else [] if engine is None else [engine]
         self._require(engines)
         self._tenants = None if tenants is None else self._tenants_of(model, tenants, mode, share, adapter_names)
@@ -92,7 +104,13 @@ class EngineSync(VersionPusher):
         else:
             planner = TenantPlanner(trainer, self._weights, self._base, merge, self._tenants)
         super().__init__(
-            trainer, planner, pause=pause, mode=mode, rounding=rounding, computing=partial(computing, config_of(model))
+            trainer,
+            planner,
+            pause=pause,
+            cache=cache,
+            mode=mode,
+            rounding=rounding,
+            computing=partial(computing, config_of(model)),
         )
         if share:
             with world.vote(type(self).__name__):
@@ -297,6 +315,7 @@ class EngineSync(VersionPusher):
     async def _pushed_as(
         self, mode: str, verify: bool, within: Callable[[], AbstractContextManager[None]]
     ) -> SyncReport:
+        _check_kept(self._sequence.cache, mode)
         _check_served(self._weights, mode)
         if self.sharing is not None:
             self.sharing.lay_again()
@@ -304,6 +323,15 @@ class EngineSync(VersionPusher):
         if self.sharing is not None:
             self.sharing.pushed()
         return report
+
+
+def _check_kept(cache: Cache, mode: str) -> None:
+    """Raise `InvalidInput` if what is pushed in a mode cannot leave a KV cache as it is."""
+    if cache == "keep" and mode != "merged":
+        raise InvalidInput(
+            f"cache='keep' is for merged weights, got mode={mode!r}, where requests carry their adapter: push with "
+            'mode="merged", or leave cache out'
+        )
 
 
 def _check_served(weights: MergedWeights, mode: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..choices import Mode, Rounding, Train, check_choice
+from ..choices import Cache, Mode, Rounding, Train, check_choice
 from ..errors import InvalidInput
 
 SWITCH = "LORA_MERGE"
@@ -31,6 +31,8 @@ class Options:
             pushed (`train_merged`). LORA_MERGE_TRAIN.
         share: whether trainer and engine hold the weights once, as `VllmSync(share=True)`; train is "merged" then.
             LORA_MERGE_SHARE.
+        cache: what happens to the KV cache of requests that are under way, "reset" or "keep", as for `VllmSync`.
+            LORA_MERGE_CACHE.
 
     Raises:
         InvalidInput: a value that is none of these.
@@ -42,9 +44,15 @@ class Options:
     verify: bool = False
     train: Train = "adapters"
     share: bool = False
+    cache: Cache = "reset"
 
     def __post_init__(self) -> None:
-        given = (("mode", self.mode, Mode), ("rounding", self.rounding, Rounding), ("train", self.train, Train))
+        given = (
+            ("mode", self.mode, Mode),
+            ("rounding", self.rounding, Rounding),
+            ("train", self.train, Train),
+            ("cache", self.cache, Cache),
+        )
         for name, value, known in given:
             check_choice(name, value, known, f" (or {SWITCH}_{name.upper()})")
         if self.check is not None and not 0 < self.check < 1:
@@ -54,6 +62,10 @@ class Options:
         if self.share and self.mode != "merged":
             raise InvalidInput(
                 f"share=True shares merged weights, got mode={self.mode!r} ({SWITCH}_SHARE, {SWITCH}_MODE)"
+            )
+        if self.cache == "keep" and self.mode != "merged":
+            raise InvalidInput(
+                f"cache='keep' is for merged weights, got mode={self.mode!r} ({SWITCH}_CACHE, {SWITCH}_MODE)"
             )
         if self.train == "merged" and self.mode != "merged":
             raise InvalidInput(
@@ -65,8 +77,8 @@ class Options:
     def from_environment(
         cls, environment: Mapping[str, str] | None = None, *, trains: bool = False, shares: bool = False
     ) -> Options:
-        """Read LORA_MERGE_MODE, LORA_MERGE_ROUNDING, LORA_MERGE_CHECK, LORA_MERGE_VERIFY, LORA_MERGE_TRAIN and
-        LORA_MERGE_SHARE.
+        """Read LORA_MERGE_MODE, LORA_MERGE_ROUNDING, LORA_MERGE_CHECK, LORA_MERGE_VERIFY, LORA_MERGE_TRAIN,
+        LORA_MERGE_SHARE and LORA_MERGE_CACHE.
 
         Args:
             trains: whether the integration can train on merged weights; else asking for that is an error.
@@ -87,6 +99,7 @@ class Options:
             "mode": found.get(f"{SWITCH}_MODE", "merged"),
             "rounding": found.get(f"{SWITCH}_ROUNDING", "nearest"),
             "train": found.get(f"{SWITCH}_TRAIN", "adapters"),
+            "cache": found.get(f"{SWITCH}_CACHE", "reset"),
         }
         check, verify = (found.get(f"{SWITCH}_{name}", "") for name in ("CHECK", "VERIFY"))
         return cls(**named, check=_bound(check), verify=_flag(f"{SWITCH}_VERIFY", verify), share=shares_weights(found))

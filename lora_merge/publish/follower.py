@@ -17,7 +17,7 @@ from secrets import token_hex
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..choices import Pause
+from ..choices import Cache, Pause
 from ..engine.load_adapter import AdapterLoader
 from ..engine.push.replica import SyncReport
 from ..engine.state import State
@@ -60,7 +60,7 @@ class Follower:
         base: folder or hub name of the model that the engine serves, of which the configuration is read here; default:
             the one that each version names.
         key: as for `Publisher`; with one, versions have to be signed.
-        pause: as for `serve.load_adapter`.
+        pause, cache: as for `serve.load_adapter`.
         name: of the engine, in what is written to the store; default: host and port of its URL, or host, process, and
             a random part.
         told: called with a line for each change; default: nobody is told.
@@ -78,12 +78,13 @@ class Follower:
         base: str | Path | None = None,
         key: str | bytes | None = None,
         pause: Pause = "keep",
+        cache: Cache = "reset",
         name: str | None = None,
         told: Callable[[str], None] | None = None,
     ) -> None:
         if isinstance(engine, list | tuple):
             raise InvalidInput("a Follower has one engine: make one for each")
-        self._store, self._loader = Store(url, key), AdapterLoader(engine, pause=pause)
+        self._store, self._loader = Store(url, key), AdapterLoader(engine, pause=pause, cache=cache)
         self._base, self._told = base, told or (lambda line: None)
         self._name, self._pause = name or _name_of(engine), pause
         self._cache = tempfile.TemporaryDirectory(prefix="lora_merge-")

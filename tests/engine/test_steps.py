@@ -30,6 +30,10 @@ WRITTEN = [["stands", "note_pause", "pause", "begin_full"], ["reset_prefix_cache
 MERGED = ["merge", "label", "name_adapter", "resume", "end"]
 
 
+_NOTED = {"paused", "stands", "pause", "resume", "label", "name_adapter"}
+_NOTED |= {"reset_prefix_cache", "will_keep", "keep_cache"}
+
+
 class Engine(Control):
     """A handle that notes what it is asked, message by message.
 
@@ -59,7 +63,7 @@ class Engine(Control):
 
     def __getattribute__(self, name: str) -> Any:
         asked = object.__getattribute__(self, name)
-        if name not in ("paused", "stands", "pause", "resume", "label", "name_adapter", "reset_prefix_cache"):
+        if name not in _NOTED:
             return asked
         return lambda *arguments: self._made(name, asked(*arguments))
 
@@ -97,6 +101,14 @@ class Engine(Control):
     async def name_adapter(self, there: bool) -> None: ...
 
     async def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
+        return self.forgets
+
+    sessions = ""
+
+    async def will_keep(self) -> str:
+        return self.sessions
+
+    async def keep_cache(self) -> bool:
         return self.forgets
 
 
@@ -153,6 +165,42 @@ def test_a_push_that_is_written_or_merged_there_takes_one_to_begin_and_one_to_en
     one = replica(engine := Engine())
     assert not push(one, EngineSequence("mine", "keep"), merges=True)
     assert engine.messages == [["stands", "note_pause", "pause", "receive_update", "reset_prefix_cache"], MERGED]
+
+
+@pytest.mark.parametrize(
+    ("held", "more", "keeps"),
+    [
+        (State("merged", 6), {}, True),
+        (State(), {}, True),
+        (State("dirty", 6, reason="broken"), {}, False),
+        (State("merged", 6), {"waking": True}, False),
+    ],
+    ids=["merged", "nothing", "dirty", "slept"],
+)
+@pytest.mark.parametrize("merges", [False, True])
+def test_a_cache_that_is_kept(held: State, more: dict[str, Any], keeps: bool, merges: bool) -> None:
+    """In the place of the reset. What dirty weights have computed is not kept, and sleep takes the cache along."""
+    one = replica(engine := Engine(), state=held.to_json(), unkept="", **more)
+    steps = EngineSequence("mine", "keep", "keep")
+    steps.check(one)
+    assert not push(one, steps, merges=merges)
+    asked = [call for message in engine.messages for call in message]
+    assert {"will_keep", "keep_cache"}.intersection(asked) == ({"will_keep", "keep_cache"} if keeps else set())
+    assert ("reset_prefix_cache" in asked) != keeps
+    assert asked.index("keep_cache" if keeps else "reset_prefix_cache") < asked.index("label") < asked.index("resume")
+
+
+def test_what_cannot_be_kept_is_refused() -> None:
+    one = replica(engine := Engine(), unkept="")
+    engine.sessions = "a, b"
+    assert "sessions of streamed input (a, b)" in push(one, EngineSequence("mine", "keep", "keep"))
+    assert not one.begun
+    one = replica(engine := Engine(forgets=False), unkept="")
+    assert "the prefix cache could not be reset" in push(one, EngineSequence("mine", "keep", "keep"))
+    one = replica(Engine())  # of a lora_merge that does not say
+    with pytest.raises(PushRefused, match=r"engine 0 runs a lora_merge that .*Push with cache='reset'"):
+        EngineSequence("mine", "keep", "keep").check(one)
+    EngineSequence("mine", "keep").check(one)
 
 
 @pytest.mark.parametrize("pause", ["wait", "abort"])

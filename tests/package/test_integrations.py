@@ -50,6 +50,7 @@ def test_options_come_from_the_environment() -> None:
         ("CHECK", "nan"),
         ("VERIFY", "2"),
         ("TRAIN", "base"),
+        ("CACHE", "kept"),
     ],
 )
 def test_a_wrong_option_names_its_variable(name: str, value: str) -> None:

@@ -21,6 +21,7 @@ FREE = {"base", "folder", "key", "name", "path", "part", "device", "max_shard_si
 RESULTS = {"Delta", "Saved", "SyncReport"}
 """Classes that no user makes objects of."""
 WORDS = {
+    "cache": choices.Cache,
     "mode": choices.Mode,
     "merge": choices.Merge,
     "pause": choices.Pause,

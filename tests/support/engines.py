@@ -345,6 +345,12 @@ class Slow:
         claim.SILENT_S = seconds
 
 
+class Slower(Slow):
+    """The same for what another process loads meanwhile."""
+
+    STEP_S = 0.2
+
+
 def ask(llm: LLM, lora: Any = None, asked: Sequence[Sequence[int]] | None = None) -> list[Any]:
     requests = [{"prompt_token_ids": list(p)} for p in asked or prompts()]
     return llm.generate(requests, GREEDY, use_tqdm=False, lora_request=lora)

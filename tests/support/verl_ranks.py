@@ -335,11 +335,12 @@ def refusals(rank: int, folder: Path) -> None:
     adapter.config = SimpleNamespace(engine_kwargs={"vllm": {"weight_transfer_config": {"backend": "lora_merge"}}})
     with pytest.raises(TrainerRefused, match=r"weight_transfer_config=\{backend:lora_merge\} is for merged weights"):
         asyncio.run(adapter.update_weights(iter([]), peft_config={"r": 8}))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LORA_MERGE_VERIFY", "1")
-        unseen = engine_of(folder / "untied" / "model").get_per_tensor_param()[0]
-        with pytest.raises(TrainerRefused, match=r"LORA_MERGE_VERIFY=1 .*weight_transfer_config=\{"):
-            next(unseen)
+    for name, value in (("LORA_MERGE_VERIFY", "1"), ("LORA_MERGE_CACHE", "keep")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(name, value)
+            unseen = engine_of(folder / "untied" / "model").get_per_tensor_param()[0]
+            with pytest.raises(TrainerRefused, match=rf"{name}={value} .*weight_transfer_config=\{{"):
+                next(unseen)
     for name, value, message in (
         ("LORA_MERGE_MODE", "adapter", r"model\.lora\.merge=False is verl's own"),
         ("LORA_MERGE_DTYPE", "int8", "LORA_MERGE_DTYPE must be bfloat16, float16 or float32"),

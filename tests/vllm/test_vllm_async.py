@@ -357,6 +357,11 @@ async def streaming_sessions(llm: AsyncLLM, model: Any) -> None:
         await other.aclose()
         assert await sync.astates() == before
         assert not await llm.is_paused()
+    keeps = VllmSync(model, llm, cache="keep", bucket_bytes=1 << 17)
+    with pytest.raises(PushRefused, match=r"sessions of streamed input \(a session.*cache='reset'.*Nothing was sent"):
+        await keeps.apush()
+    await keeps.aclose()
+    assert await sync.astates() == before
     aborts = VllmSync(model, llm, pause="abort", bucket_bytes=1 << 17)
     await aborts.apush()
     assert await running == "abort"

@@ -251,6 +251,15 @@ class Control:
         worked."""
         raise NotImplementedError
 
+    async def will_keep(self) -> str:
+        """Prepare a paused engine for a push that keeps the KV cache of requests in flight; name those whose cache
+        cannot be kept, "" for none."""
+        raise NotImplementedError
+
+    async def keep_cache(self) -> bool:
+        """Leave requests in flight their cached blocks, and drop these for all others. Return whether that worked."""
+        raise NotImplementedError
+
     async def reset_media_caches(self) -> None:
         """Drop encoders' outputs for images and other media, and queries that wait to be scored. (Caches of processed
         inputs stay: those depend on no weights.)"""

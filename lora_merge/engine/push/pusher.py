@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...choices import Pause, Rounding
+from ...choices import Cache, Pause, Rounding
 from ...errors import InvalidInput, PushRefused
 from ...stream.bucket_writer import BucketWriter
 from ...stream.buckets import Table, metas
@@ -36,7 +36,7 @@ class Pusher:
 
     Args:
         trainer: the ranks that push, with their engines.
-        pause: what becomes of requests in flight.
+        pause, cache: what becomes of requests in flight, and of their KV cache.
         mode: of the first push, unless it says another.
         healing: of dirty engines, in words.
         computing: how the trainer's model computes, as of `computing` in configs.py.
@@ -51,12 +51,13 @@ class Pusher:
         planner: Planner,
         *,
         pause: Pause,
+        cache: Cache = "reset",
         mode: str,
         rounding: Rounding = "nearest",
         healing: str = "the next push heals them",
         computing: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        self._trainer, self._planner, self._sequence = trainer, planner, EngineSequence(trainer.name, pause)
+        self._trainer, self._planner, self._sequence = trainer, planner, EngineSequence(trainer.name, pause, cache)
         self._mode, self._rounding, self._healing = mode, rounding, healing
         self._computing, self._warned_of_differences = computing, set[tuple[int, str]]()
         self._closed = self._held = False
@@ -166,6 +167,7 @@ class Pusher:
         last, held = transfers[-1], {replica.index: replica.state for replica in replicas}
         name = last.state.adapter or f"{last.state.kind}@{report.version}"
         sent = {replica.index for one in transfers for replica in one.replicas}
+        report.cache = "keep" if all(self._sequence.keeps(replica, slept) for replica in replicas) else "reset"
         # Engines that compute together resume together, when all ranks know that none has failed. Any other one resumes
         # with the last message of the last transfer.
         through = {engine[0].index for engine in engines_of(replicas) if len(engine) == 1}.difference(slept)
@@ -229,6 +231,8 @@ class Pusher:
 
         # "hello": workers say what they are and hold, and take the lease.
         replicas = await self._introduce(*known, read_model)
+        for replica in replicas:
+            self._sequence.check(replica)
         report.differs = warn_of_differences(replicas, self._computing(), self._warned_of_differences)
         if not report.version:  # else another part of the same push follows
             report.version = max(self._floor, *(max(r.state.version, r.newest) for r in replicas)) + 1

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...choices import Cache
 from ...errors import InvalidInput, PushFailed, PushRefused
 from ..control.base import Call, Control
 from ..messages import SharedExperts, WorkerInfo
@@ -54,6 +55,8 @@ class SyncReport:
             in words; "" where none does.
         versions: with `keep`: the versions that requests may ask for (`lora_request`), oldest first.
         tenants: names of adapters that are all served; the first one is merged (docs/tenants.md).
+        cache: "keep" if requests in flight have kept their KV cache in every engine; one that was dirty, or slept,
+            drops it, whatever the push was asked for.
     """
 
     version: int
@@ -75,6 +78,7 @@ class SyncReport:
     differs: str = ""
     versions: tuple[int, ...] = ()
     tenants: tuple[str, ...] = ()
+    cache: Cache = "reset"
 
     @property
     def gb_s(self) -> float:
@@ -110,6 +114,8 @@ class SyncReport:
             why += f"; an engine computes otherwise: {self.differs}"
         if self.versions:
             why += f"; kept: {', '.join(map(str, self.versions))}"
+        if self.cache == "keep":
+            why += "; requests in flight have kept their KV cache"
         once = f" and {self.shared / 1e6:.1f} MB held once" if self.shared else ""
         over = f" over {'+'.join(self.transports)}" if self.transports else ""
         return (
@@ -130,6 +136,7 @@ class Replica:
         to_adapter: whether a push that changes the mode ends in adapter mode; None where it does not change.
         allowed: paths of the adapters that requests may ask for when the push has ended; None where it had no versions.
         stale: which tenants' requests a push ends, as they could not go on with what it brings.
+        keeps: whether requests in flight keep their KV cache.
         begun: whether this push has begun to write to it.
         lost: whether another trainer has taken its lease: this push does nothing more to it.
         moved: whether it has generated in the middle of this push.
@@ -148,6 +155,7 @@ class Replica:
     to_adapter: bool | None = None
     allowed: list[str] | None = None
     stale: StaleRequests | None = None
+    keeps: bool = False
     begun: bool = False
     lost: bool = False
     moved: bool = False

@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ...choices import Pause, check_choice
-from ...errors import PushFailed, PushRefused
+from ...choices import Cache, Pause, check_choice
+from ...errors import InvalidInput, PushFailed, PushRefused
 from ..adapter_versions import CONSTANT_PATH
 from ..control.base import Call, Control, Moved, NotOurs, Unheard
 from ..control.calls import EngineGone
@@ -36,12 +36,18 @@ class EngineSequence:
 
     Args:
         owner: name of the trainer.
-        pause: what becomes of requests in flight; as of `VllmSync`.
+        pause, cache: what becomes of requests in flight, and of their KV cache; as of `VllmSync`.
     """
 
-    def __init__(self, owner: str, pause: Pause) -> None:
+    def __init__(self, owner: str, pause: Pause, cache: Cache = "reset") -> None:
         check_choice("pause", pause, Pause)
-        self._owner, self._pause, self.push = owner, pause, ""
+        check_choice("cache", cache, Cache)
+        if cache == "keep" and pause != "keep":
+            raise InvalidInput(
+                f"cache='keep' is for requests that go on over a push, and pause={pause!r} leaves none: leave out one "
+                "of the two"
+            )
+        self._owner, self._pause, self.cache, self.push = owner, pause, cache, ""
 
     def begin(self, owner: str) -> None:
         """Begin a push of this trainer, which workers know by `push`: they refuse calls that another push has left
@@ -92,6 +98,11 @@ class EngineSequence:
             replica.begun = replica.begun or (begins and came and not held)
             if due and due[0].method == "stands":
                 replica.paused_by_us = made[:1] == [False]  # the user's pause stays
+        if held and replica.keeps:
+            raise PushRefused(
+                f"sessions of streamed input ({held}) count their tokens anew with each part, so that their answers "
+                "could not say which weights computed what: let them end, or push with cache='reset'"
+            )
         if held:
             raise PushRefused(
                 f"requests that wait for more of their input (streaming-input sessions), or for blocks of another "
@@ -104,6 +115,18 @@ class EngineSequence:
         """Make the queued calls, and an operation in all workers; return the workers' answers."""
         [answers] = await self.make(replica, [self.make_call(op, **message)])
         return answers
+
+    def check(self, replica: Replica) -> None:
+        """Raise `PushRefused` if an engine cannot keep what this push is to keep."""
+        why = next((worker.unkept for worker in replica.workers if worker.unkept), "")
+        if self.cache == "keep" and why:
+            raise PushRefused(f"engine {replica.index} {why}. Push with cache='reset'")
+
+    def keeps(self, replica: Replica, slept: Container[int]) -> bool:
+        """Return True if requests in flight keep their KV cache over a push that begins now."""
+        # Weights that slept have taken the KV cache with them, and nobody knows what dirty ones have computed.
+        asleep = replica.index in slept or replica.asleep or replica.waking
+        return self.cache == "keep" and replica.state.kind != "dirty" and not asleep
 
     # ---- pause -------------------------------------------------------------------------------------------------------
 
@@ -122,7 +145,9 @@ class EngineSequence:
             PushRefused: one of these changes, and the engine is paused by its user, perhaps with such requests; or
                 another tenant is merged, and nobody can end requests that come meanwhile and name no adapter.
         """
-        switches, holders = {replica.served, mode} == {"merged", "adapter"}, Call("holders", wanted=("",))
+        switches = {replica.served, mode} == {"merged", "adapter"}
+        replica.keeps = self.keeps(replica, slept)
+        holders = Call("will_keep" if replica.keeps else "holders", wanted=("",))
         replica.to_adapter = mode == "adapter" if switches else None
         if replica.newest:
             replica.allowed = [CONSTANT_PATH] if brought.kind == "adapter" else []
@@ -229,6 +254,8 @@ class EngineSequence:
         # Nothing runs before the resume. Requests that were kept, by us or by a user's own pause, hold blocks.
         running = self._pause != "abort" or not replica.paused_by_us
         reset = Call("reset_prefix_cache", (running, bool(replica.workers[0].connector)), wanted=(True,))
+        if replica.keeps:
+            reset = Call("keep_cache", wanted=(True,))
         return [reset, *([Call("reset_media_caches")] if replica.workers[0].multimodal else [])]
 
     def _commit(self, one: Transfer) -> Call:

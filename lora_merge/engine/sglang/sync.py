@@ -33,6 +33,7 @@ class SglangSync(EngineSync):
         pause: what happens to requests in flight: "keep" returns them to the queue with their tokens so far, from where
             they go on with the new weights; "wait" lets those that are in flight when the push begins end first;
             "abort" ends them.
+        cache: "reset"; "keep", which `VllmSync` has, is refused.
         bucket_bytes: size in bytes of each of two buckets, where buckets are needed; larger tensors are cut.
         strategy: as for `MergedWeights`.
         adapter_names: as for `VllmSync`.
@@ -45,6 +46,10 @@ class SglangSync(EngineSync):
 
     awaited = "an engine whose event loop is running"
     without_tenants = "SGLang's adapters have no ids that outlive a push; VllmSync serves tenants"
+    unkept = (
+        "SGLang keeps it (pause_generation in_place) only where nothing is dropped (flush_cache=False), so that new "
+        "requests would find keys and values of the old weights, and an answer names the version of its end alone"
+    )
     unshared = "SGLang's schedulers, which hold its weights, run in processes of their own"
 
     @staticmethod

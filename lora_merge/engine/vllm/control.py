@@ -22,8 +22,10 @@ from .names import (
     BACKEND,
     CALLS,
     HOLDERS,
+    KEEP_CACHE,
     STILL_PAUSED,
     TENANTS,
+    WILL_KEEP,
     WORKER_METHOD,
     WRONG_MODE,
     other_backend,
@@ -44,6 +46,8 @@ _SYNCHRONOUS: _OfCore = {
     "reset_media_caches": lambda: ("reset_encoder_cache", ()),
     "holders": lambda: (HOLDERS, ()),
     "allow_adapters": lambda paths, end: (ADAPTERS, (_allowing(paths, end),)),
+    "will_keep": lambda: (WILL_KEEP, ()),
+    "keep_cache": lambda: (KEEP_CACHE, ()),
 }
 """Calls to an engine -> the core's methods, as `lora_merge_calls` takes them."""
 _ASYNCHRONOUS: _OfCore = _SYNCHRONOUS | {
@@ -124,6 +128,16 @@ class LlmControl(Control):
 
     async def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
         return bool(await self._call("reset_prefix_cache", running, connector))
+
+    async def will_keep(self) -> str:
+        return await self._kept(WILL_KEEP)
+
+    async def keep_cache(self) -> bool:
+        return await self._kept(KEEP_CACHE) == str(True)
+
+    async def _kept(self, method: str) -> str:
+        """Call a function of kept.py in the core."""
+        return str((await self._call("collective_rpc", method))[0])
 
     async def reset_media_caches(self) -> None:
         # Not reset_mm_cache: it empties the processors' caches, which hold inputs as the user sent them, on one side
@@ -392,6 +406,13 @@ class HttpControl(OneServer, LlmControl):
         if answer and not isinstance(answer.get("success"), bool):
             raise self._server.unlike(answer)
         return bool(answer.get("success", True))
+
+    async def _kept(self, method: str) -> str:
+        answer = self._server.post("collective_rpc", body={"method": method})
+        results = answer.get("results")
+        if not isinstance(results, list) or len(results) != 1 or not isinstance(results[0], str):
+            raise self._server.unlike(answer)
+        return results[0]
 
     async def reset_media_caches(self) -> None:
         self._server.do("reset_encoder_cache", {})

@@ -8,6 +8,7 @@ It ends when the other one has gone.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -73,7 +74,10 @@ def main(descriptor: int, url: str, base: str, name: str) -> None:
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which ends this process
     try:
-        follower = Follower(control, url, base=base, name=name, told=lambda line: control.say("told", line))
+        cache: Any = os.environ.get("LORA_MERGE_CACHE", "reset")
+        follower = Follower(
+            control, url, base=base, name=name, cache=cache, told=lambda line: control.say("told", line)
+        )
     except Exception as error:
         control.say("tried", f"{type(error).__name__}: {error}")
         return

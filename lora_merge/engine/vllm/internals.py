@@ -45,8 +45,10 @@ _LATER = {
     "RunaiModelStreamerLoader": "vllm.model_executor.model_loader.runai_streamer_loader",
     "AsyncLLM": "vllm.v1.engine.async_llm",
     "LLMEngine": "vllm.v1.engine.llm_engine",
+    "WeightVersionSpan": "vllm.outputs",
 }
-"""Names that pushes do without where a release lacks them (0.26 has no norms of inputs), and those of `follow.py`."""
+"""Names that pushes do without where a release lacks them (0.26 has no norms of inputs, and no versions), and those of
+`follow.py`."""
 _MEMBERS = {
     "LayerReloadingInfo": ("restore_metadata", "kernel_tensors", "kernel_non_persistent_buffers", "reset"),
     "LoRAModel": ("from_lora_tensors",),

@@ -11,6 +11,9 @@ HOLDERS = "lora_merge_holders"
 ADAPTERS = "lora_merge_adapters"
 TENANTS = "lora_merge_end_tenants_requests"
 """These six are methods of the engine core; see core.py and, for `ADAPTERS`, kept_requests.py."""
+WILL_KEEP = "lora_merge_will_keep"
+KEEP_CACHE = "lora_merge_keep_cache"
+"""So are these two; see kept.py."""
 
 
 def registered() -> bool:

@@ -60,11 +60,13 @@ def register() -> None:
     core = sys.modules.get("vllm.v1.engine.core")  # where one is made, or runs in this process, it is there by now
     if core is not None:
         from .core import OF_CORE
+        from .kept import hook
         from .kept_requests import guard
 
         for name, method in OF_CORE.items():
             setattr(core.EngineCore, name, method)
         guard(core.EngineCore)
+        hook(core.EngineCore)
 
 
 def _watching(make: Callable[..., None]) -> Callable[..., None]:

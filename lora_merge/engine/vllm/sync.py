@@ -57,6 +57,10 @@ class VllmSync(EngineSync):
         rounding: of merged weights: "nearest" or "stochastic" (seeded by the version).
         pause: what happens to requests in flight: "keep" lets them go on with the new weights, "wait" lets them end
             first, "abort" ends them. A push that changes the mode waits where others keep.
+        cache: what happens to the KV cache of requests that go on: "reset" drops it, and their tokens so far are
+            computed again with the new weights; "keep" leaves it to them, and nothing is computed again, so that they
+            go on with the new weights after what the old ones have computed. New requests never get any of it. For
+            mode="merged" and pause="keep"; `weight_spans` reads what an answer says of its versions.
         bucket_bytes: size in bytes of each of two buckets, where buckets are needed; larger tensors are cut.
         strategy: as for `MergedWeights`.
         adapter_names: of PEFT's adapters: exactly these are pushed, in either mode. Default: those that act

@@ -21,7 +21,9 @@ from ..configs import computing
 from ..state import State
 from ..worker.rpc import respond
 from ..worker.session import WorkerSession
+from . import internals
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, tower_advice, unserved_modules
+from .kept import unkept
 from .kept_adapters import OPERATIONS, KeptAdapters, kept_adapters
 from .loading.formats import calibrated_scales, quantised_checkpoint
 from .session import session_of
@@ -94,6 +96,7 @@ class VllmWorker:
             "connector": (config.kv_transfer_config and config.kv_transfer_config.kv_connector) or "",
             "multimodal": self.raw.model_config.is_multimodal_model or self.raw.model_config.runner_type == "pooling",
             "quantised": session.modules.kept(quantised_checkpoint),
+            "unkept": unkept(config, internals.has("WeightVersionSpan")),
             "calibrated": calibrated_scales(session.modules),
             "shares": _shares(parallel),
             "computing": computing(self.raw.model_config.hf_config),

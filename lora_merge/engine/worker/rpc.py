@@ -51,7 +51,8 @@ class Worker(Protocol):
             blocks outside of the engine, too; "" for none); `multimodal` (whether caches of encoders have to be reset);
             `computing` (how its configuration says that it computes: configs.py). If checkpoints can be quantised,
             `quantised` (a layer that its own checkpoint holds quantised; "" for none). If caches can have scales of a
-            checkpoint, `calibrated` (the layers that have, in words; "" for none). If engines can compute their experts
+            checkpoint, `calibrated` (the layers that have, in words; "" for none). If KV caches can stay over a push,
+            `unkept` (why this engine's cannot; "" if it can). If engines can compute their experts
             together, `shares` (as for `Replica`).
         """
 

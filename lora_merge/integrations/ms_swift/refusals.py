@@ -110,6 +110,10 @@ def _refuse_any(args: Any, options: Options) -> None:
             f"{SWITCH}_MODE=adapter needs an engine that takes adapters: pass --vllm_mode colocate --tuner_type lora "
             f"--vllm_enable_lora true, or leave {SWITCH}_MODE out"
         )
+    if options.cache == "keep" and args.vllm_mode == "server":
+        raise _refused(
+            f"swift's server drops its caches by itself: leave {SWITCH}_CACHE out, or pass --vllm_mode colocate"
+        )
     if options.verify and args.vllm_mode == "server":
         raise _refused(
             f"swift's server tells no checksums of what it holds: leave {SWITCH}_VERIFY out, or pass --vllm_mode "

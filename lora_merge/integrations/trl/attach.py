@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-from ...choices import Mode, Rounding, Train
+from ...choices import Cache, Mode, Rounding, Train
 from ...errors import InvalidInput
 from ...models.plain import check_plain
 from ...names import named_tensors, walk
@@ -31,6 +31,7 @@ def attach(
     verify: bool | None = None,
     train: Train | None = None,
     share: bool | None = None,
+    cache: Cache | None = None,
 ) -> Rollout | None:
     """Make each weight sync of a TRL trainer a push by `VllmSync`.
 
@@ -56,6 +57,8 @@ def attach(
             (`lora_merge.train_merged`), from the beginning of `train()` to its end (LORA_MERGE_TRAIN).
         share: whether trainer and colocated engine hold the weights once, as `VllmSync(share=True)`; switches
             train="merged" on (LORA_MERGE_SHARE). `engine_options(share=True)` starts an engine for it.
+        cache: "reset" or "keep": what happens to the KV cache of requests that are under way, as for `VllmSync`; for
+            asynchronous trainers (LORA_MERGE_CACHE).
 
     Returns:
         the object that replaces TRL's own sync: `report` of the last push, and `detach()`, which restores TRL's
@@ -69,7 +72,7 @@ def attach(
     """
     if switched_off():
         return None
-    options = _options(mode, rounding, check, verify, train, share)
+    options = _options(mode, rounding, check, verify, train, share, cache)
     kind: type[Rollout]
     if asynchronous(trainer):
         check_asynchronous(trainer)
@@ -112,10 +115,12 @@ def _options(
     verify: bool | None,
     train: Train | None,
     share: bool | None,
+    cache: Cache | None,
 ) -> Options:
     """Return the options that were passed, and those of the environment for the rest."""
-    chosen = {"mode": mode, "rounding": rounding, "check": check, "verify": verify, "train": train, "share": share}
-    passed: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
+    chosen: dict[str, Any] = {"mode": mode, "rounding": rounding, "check": check, "verify": verify, "train": train}
+    chosen |= {"share": share, "cache": cache}
+    passed = {name: value for name, value in chosen.items() if value is not None}
     if isinstance(check, bool):
         passed["check"] = 0.02 if check else None
     if share and train == "adapters":

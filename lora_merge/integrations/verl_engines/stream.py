@@ -122,6 +122,12 @@ class Pass(Iterator[tuple[str, Tensor]]):
                 f"{SWITCH}_VERIFY=1 compares what lies in the engines, which verl's own transport does not tell: set "
                 f"{CONFIGURED}, or {SWITCH}_VERIFY=0"
             )
+        if self.stream.options.cache == "keep":
+            self._after()
+            raise TrainerRefused(
+                f"{SWITCH}_CACHE=keep is for pushes, and verl's own transport drops every cache: set {CONFIGURED}, or "
+                f"{SWITCH}_CACHE=reset"
+            )
         self.stream.passes += 1
         counted = Counted(self.stream.weights, self.stream.passes, _TRANSPORT)
         try:

@@ -98,6 +98,7 @@ WHOLE = SimpleNamespace(quant_method=None, quant_bits=None)
     ({"quant_method": "gptq", "quant_bits": 8}, {}, {}, r"gptq, 8 bits"),
     ({"quant_method": "hqq", "quant_bits": 4}, {}, {}, r"hqq, 4 bits.*--quant_method bnb"),
     ({}, {"vllm_mode": "server"}, {"verify": True}, "LORA_MERGE_VERIFY"),
+    ({}, {"vllm_mode": "server"}, {"cache": "keep"}, "LORA_MERGE_CACHE"),
     ({}, {"vllm_mode": "server", "vllm_enable_lora": True}, {"mode": "adapter"}, "--vllm_mode colocate"),
 ])  # fmt: skip
 def test_what_needs_other_libraries(

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import queue
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +24,7 @@ from transformers import TrainerControl, TrainerState
 from trl.experimental.async_distillation import AsyncDistillationConfig, AsyncDistillationTrainer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
+from lora_merge import Span, weight_spans
 from lora_merge.integrations import trl as lm
 from lora_merge.integrations.compat import TrainerRefused
 from lora_merge.integrations.trl.attach import attached
@@ -83,6 +86,14 @@ def trainer_of(kind: type, base: Path, out: Path, url: str, monkeypatch: pytest.
     )
 
 
+def complete(server: Server, prompt: list[int]) -> Any:
+    """Ask as clients of OpenAI's do."""
+    body = json.dumps({"prompt": prompt, "max_tokens": 10, "temperature": 0, "ignore_eos": True}).encode()
+    request = urllib.request.Request(f"{server.url}/v1/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.loads(response.read())
+
+
 def greedy(model: Any, prompt: list[int]) -> list[int]:
     """What the policy says."""
     model.set_attn_implementation("eager")
@@ -99,7 +110,8 @@ def test_syncs_are_pushes(
 ) -> None:
     trainer = trainer_of(kind, base, tmp_path, server.url, monkeypatch)
     own = trainer.weight_transfer
-    rollout = lm.attach(trainer, verify=True)
+    keeps = kind is AsyncGRPOTrainer
+    rollout = lm.attach(trainer, verify=True, cache="keep" if keeps else None)
     assert rollout is not None
     assert attached(trainer) is rollout
     # TRL's forward has its own head, and attention that runs on GPUs: the answers come of the same weights in another.
@@ -130,6 +142,10 @@ def test_syncs_are_pushes(
     assert answering, "requests were answered meanwhile"
     plain.load_state_dict({n: p for n, p in trainer.model.state_dict().items() if "lora_" in n}, strict=False)
     assert server.generate(PROMPT) == greedy(plain, PROMPT)
+    if keeps:  # and the server's answers say of which weights they are
+        version = f"merged@{rollout.report.version}"
+        spans = weight_spans(complete(server, PROMPT))
+        assert (spans.tokens, spans.mixed) == ((Span(version, 0, 10),), False)
     assert trainer._metrics["train"]["lora_merge/version"]
     for name, p in trainer.model.named_parameters():
         assert name not in before or torch.equal(p, before[name]), f"{name}: the base was written"
