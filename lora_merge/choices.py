@@ -18,6 +18,8 @@ Merge: TypeAlias = Literal["auto", "trainer", "engine"]
 """Who adds the adapters to the base."""
 Pause: TypeAlias = Literal["keep", "wait", "abort"]
 """What becomes of requests in flight."""
+Lost: TypeAlias = Literal["refuse", "skip"]
+"""What a push does about an engine that does not answer, or dies in the middle of it."""
 Train: TypeAlias = Literal["adapters", "merged"]
 """What a trainer's forward computes with."""
 Tokenizer: TypeAlias = Literal["base", "adapter"]

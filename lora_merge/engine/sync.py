@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import torch.distributed as dist
 from torch import nn
 
-from ..choices import Merge, Mode, Pause, Rounding, Strategy, check_choice
+from ..choices import Lost, Merge, Mode, Pause, Rounding, Strategy, check_choice
 from ..errors import InvalidInput, PushRefused
 from ..models.pausing import training_of
 from ..shards.ranks import Ranks
@@ -52,8 +52,10 @@ class EngineSync(Pusher):
         strategy: Strategy | None = None,
         share: bool = False,
         adapter_names: Sequence[str] | None = None,
+        lost: Lost = "refuse",
     ) -> None:
-        for name, value, known in (("merge", merge, Merge), ("pause", pause, Pause), ("mode", mode, Mode)):
+        words = (("merge", merge, Merge), ("pause", pause, Pause), ("mode", mode, Mode), ("lost", lost, Lost))
+        for name, value, known in words:
             check_choice(name, value, known)
         engines = engine if isinstance(engine, list | tuple) else [] if engine is None else [engine]
         self._require(engines)
@@ -79,9 +81,8 @@ class EngineSync(Pusher):
         if complaint := self._complaint(model):
             warnings.warn(complaint, stacklevel=3)
         planner = PushPlanner(trainer, self._weights, self._base, merge)
-        super().__init__(
-            trainer, planner, pause=pause, mode=mode, rounding=rounding, computing=partial(computing, config_of(model))
-        )
+        computes = partial(computing, config_of(model))
+        super().__init__(trainer, planner, pause=pause, mode=mode, rounding=rounding, computing=computes, lost=lost)
         if share:
             with world.vote(type(self).__name__):
                 check_shared_arguments(model, controls, world.size, merge, mode, self.unshared)
@@ -169,7 +170,7 @@ class EngineSync(Pusher):
         Raises:
             PushRefused: an engine is dirty, another trainer has pushed to it, or nothing was pushed yet.
         """
-        for state in self.states():
+        for index, state in enumerate(self.states()):
             if state != self._pushed:
                 whose = " of another trainer" if state.trainer not in ("", self._trainer.name) else ""
                 ours = (
@@ -177,7 +178,8 @@ class EngineSync(Pusher):
                     if self._pushed is None
                     else f"not the {self._pushed} of this one"
                 )
-                raise PushRefused(f"the engine holds {state}{whose}, {ours}; push() first")
+                which = "the engine" if len(self._trainer.controls) == 1 else f"engine {index}"
+                raise PushRefused(f"{which} holds {state}{whose}, {ours}; push() first")
 
     async def _share(self, model: nn.Module, planner: PushPlanner) -> None:
         """Let the model's base weights lie in this rank's engine. Collective."""

@@ -51,6 +51,8 @@ class SyncReport:
             not for what was pushed, in words; "" where none have (docs/vllm.md, Scales of the KV cache).
         differs: in which settings an engine's configuration says that it computes otherwise than the trainer's model,
             in words; "" where none does.
+        skipped: engines that got nothing, as they could not be reached (`lost="skip"`), by their position in the list
+            of handles -> why.
     """
 
     version: int
@@ -70,6 +72,7 @@ class SyncReport:
     reloaded: int = 0
     calibrated: str = ""
     differs: str = ""
+    skipped: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def gb_s(self) -> float:
@@ -101,6 +104,7 @@ class SyncReport:
             why += f"; KV cache scales of the engine's checkpoint kept: {self.calibrated}"
         if self.differs:
             why += f"; an engine computes otherwise: {self.differs}"
+        why += "".join(f"; without engine {index}: {gone}" for index, gone in self.skipped.items())
         once = f" and {self.shared / 1e6:.1f} MB held once" if self.shared else ""
         over = f" over {'+'.join(self.transports)}" if self.transports else ""
         return (
@@ -271,7 +275,9 @@ def fail_together(replicas: Sequence[Replica]) -> None:
             replica.error, replica.begun = replica.error or error, begun
 
 
-SILENT = tuple(f"{kind}: " for kind in ("EngineDeadError", "EngineGone", "NotReached"))
+SILENT = tuple(
+    f"{kind}: " for kind in ("EngineDeadError", "EngineGone", "NotReached", "ActorDiedError", "ActorUnavailableError")
+)
 """How the errors begin (`error_text`) of engines that have died or do not answer."""
 
 

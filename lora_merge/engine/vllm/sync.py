@@ -59,6 +59,11 @@ class VllmSync(EngineSync):
         strategy: as for `MergedWeights`.
         adapter_names: of PEFT's adapters: exactly these are pushed, in either mode. Default: those that act
             (`set_adapter`). No forward of the model may run while a push begins.
+        lost: what a push does about an engine that cannot be reached: its host is gone, or its server is not up (yet,
+            or any more); before the push or in the middle of it. "refuse": the push is refused, or fails, and the error
+            names the engine. "skip": the push goes on with the others, as long as there is one, warns, and has the
+            engine in `SyncReport.skipped`. The first push that reaches it again, with whatever weights it comes back,
+            brings it all that it lacks; until then it serves what it holds.
         share: hold the weights once: base weights of the model that the engine keeps in the same dtype become views of
             the engine's, their own memory is freed, and the model trains on merged weights (`train_merged`) in the
             engine's memory. Between two pushes the engine is dirty from the trainer's first write on: `check` and
