@@ -194,6 +194,7 @@ def faults(other: Other, folder: Path) -> None:
         began = time.monotonic()
         sync.close()
         assert time.monotonic() - began < SOON_S
+        started_anew(server, model)
     assert not [t for t in threading.enumerate() if "_meet" in t.name or "_accept" in t.name]
 
 
@@ -217,6 +218,22 @@ def cut_while_adapters_cross(other: Other, sync: VllmSync, server: Server, model
     report = sync.push()
     assert not report.base_sent, report
     check(server, model)
+
+
+def started_anew(server: Server, model: Any) -> None:
+    """A server that has died is brought to the current version when it is there again; meanwhile, and beside one that
+    never comes, pushes go on without it."""
+    never = server.url.rpartition(":")[0] + ":1"
+    with contextlib.closing(VllmSync(model, [server.url, never], bucket_bytes=1 << 17, lost="skip")) as sync:
+        with pytest.raises(PushRefused, match="no engine can be reached: engine 0: nothing listens at"):
+            sync.push()
+        server.start()
+        server.wait()
+        for base_sent in (True, False):
+            train(model, size=0.02)
+            report = sync.push(verify=not base_sent)
+            assert (set(report.skipped), report.merge, report.base_sent) == ({1}, "engine", base_sent), report
+            check(server, model)
 
 
 def heals(sync: VllmSync, server: Server, model: Any) -> None:
