@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -78,6 +79,16 @@ class Replica:
         assert self._process is not None
         os.killpg(self._process.pid, signal.SIGKILL)  # `nsenter`, and what it started
         self._process.wait()
+        end = time.monotonic() + 60
+        while time.monotonic() < end:  # what it started goes a moment later
+            try:
+                socket.create_connection((self.other.address, PORT), 2).close()
+            except ConnectionRefusedError:
+                return
+            except OSError:
+                pass
+            time.sleep(0.05)
+        raise AssertionError("it does not end")
 
     def answer(self, prompt: list[int]) -> list[int]:
         request = urllib.request.Request(f"{self.url}/answer", json.dumps(prompt).encode())

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...choices import Lost, Pause, Rounding
-from ...errors import InvalidInput, LoraMergeError, PushFailed, PushRefused
+from ...errors import InvalidInput, PushFailed, PushRefused
 from ...stream.bucket_writer import BucketWriter
 from ...stream.buckets import Table, metas
 from ..control.calls import drive, side_by_side
@@ -22,7 +22,7 @@ from .channels import Trainer
 from .heartbeat import Heartbeat
 from .introduction import hello, replicas_of
 from .planner import Planner, Transfer
-from .replica import Replica, SyncReport, engines_of, failure
+from .replica import SILENT, Replica, SyncReport, engines_of, failure
 from .sequence import EngineSequence
 from .sharing import Sharing
 from .transfer import TransferRun
@@ -144,15 +144,15 @@ class Pusher:
         for _ in range(ATTEMPTS - 1):
             try:
                 return await self._locked_push(mode, verify)
-            except LoraMergeError as error:
+            except Exception as error:
                 if self._lost == "refuse" or not await self._lost_more(error):
                     raise
             self._planner.release()
         return await self._locked_push(mode, verify)
 
-    async def _lost_more(self, error: LoraMergeError) -> bool:
+    async def _lost_more(self, error: Exception) -> bool:
         """Return True if engines that took part in a push which failed cannot be reached any more, and others can. The
-        same on every rank."""
+        same on every rank. Collective: a push that fails does so on every rank, if not with the same kind of error."""
         trainer, lost = self._trainer, dict[int, str]()
         if not all(await trainer.gather(isinstance(error, PushRefused | PushFailed))):
             return False
@@ -221,7 +221,9 @@ class Pusher:
             self._keep_mode(before, replicas, held)
             await trainer.close()
             error = failure(replicas, self._healing, holding)
-            self._planner.broke(error)
+            lost = all(replica.error.startswith(SILENT) for replica in replicas if replica.error)
+            if self._lost == "refuse" or not lost:
+                self._planner.broke(error)
             raise error
         self._pushed = last.state
         self._fill(report, replicas, transfers)
