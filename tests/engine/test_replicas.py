@@ -61,7 +61,7 @@ class Replica:
         """Start it, with other weights at each time."""
         self._starts += 1
         command = [*self.other.command, sys.executable, plain_engine.__file__]
-        command += [self.other.address, str(PORT), str(100 + self._starts)]
+        command += [self.other.address, str(PORT), str(100 + self._starts), str(GONE_S)]
         with self._log.open("a") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 

@@ -1,9 +1,9 @@
 """A server with a real worker of this package, and no engine: transformers computes what it answers, token by token.
 
-    python plain_engine.py ADDRESS PORT SEED
+    python plain_engine.py ADDRESS PORT SEED SILENT_S
 
 It speaks the routes of `vllm serve` that `VllmSync` calls, and starts with weights of its own (drawn from SEED), as a
-server that is started anew comes with those of its checkpoint. It starts in seconds, so that several fit in a test.
+server that is started anew comes with those of its checkpoint. SILENT_S is as of tcp_link.py. It starts in seconds, so that several fit in a test.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_merge.engine.state import State
+from lora_merge.engine.transport import tcp_link
 from lora_merge.engine.worker import commands
 from lora_merge.engine.worker.loader import Loader
 from lora_merge.engine.worker.modules import Modules
@@ -139,4 +140,5 @@ def serve(address: str, port: int, seed: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    tcp_link.SILENT_S = int(sys.argv[4])
     serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -27,9 +27,10 @@ from .base import TIMEOUT_S
 
 MOST = 1 << 28
 """Bytes that an answer may have."""
-CONNECT_AGAIN_S, ANSWER_AGAIN_S = 1.0, 5.0
+CONNECT_AGAIN_S, ANSWER_AGAIN_S = 1.0, SILENT_S + 10.0
 """Seconds to connect to a server that was not reached the last time, and for its answer: nobody waits for it for
-long a second time. (One that is back takes a connection at once.)"""
+long a second time. One that is back takes a connection at once; its workers may take `SILENT_S` to find out that the
+push which they were in has ended."""
 _PIECE = 1 << 16
 
 
