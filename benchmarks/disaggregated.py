@@ -117,12 +117,13 @@ async def rollout(args: argparse.Namespace, folder: Path) -> AsyncIterator[Any]:
 
 
 class Requests:
-    """Requests in flight, from an engine that is there on rank 0 alone."""
+    """Requests in flight in a part of the benchmark, to an engine that is there on rank 0 alone."""
 
-    def __init__(self, engine: Any, args: argparse.Namespace) -> None:
+    def __init__(self, engine: Any, args: argparse.Namespace, part: int) -> None:
         self.times: publish.Times = []
         self._stop = asyncio.Event()
-        numbers = range(args.requests) if engine is not None else ()
+        first = 1000 * part  # no name of a request comes twice
+        numbers = range(first, first + args.requests) if engine is not None else ()
         self._tasks = [
             asyncio.create_task(publish.ask(engine, number, args, self.times, self._stop)) for number in numbers
         ]
@@ -182,7 +183,7 @@ async def pushed(args: argparse.Namespace, model: nn.Module, engine: Any, device
     """Pushes of one kind."""
     from lora_merge import VllmSync
 
-    asked = Requests(engine, args)
+    asked = Requests(engine, args, 1 + (merge == "engine"))
     pusher = VllmSync(model, engine, merge=merge, bucket_bytes=args.bucket_bytes)  # type: ignore[arg-type]
     with least_free(device) as free:
         first = await pusher.apush()
@@ -225,12 +226,13 @@ def beside_the_link(args: argparse.Namespace, found: Record, merge: str, link_gb
     """Speed into each GPU of the engine, and what scale.py says where its constants are of this GPU."""
     ranks, size = dist.get_world_size(), found["bytes"] / 1e9
     seconds = (found["phases_ms"]["transfer"] + found["phases_ms"]["finish"]) / 1e3
-    each = size / args.tp if "write" in found["transports"] else size
+    written = "write" in found["transports"]
+    each = size / args.tp if written else size
     found |= {"gb_s_each_gpu": each / seconds, "share_of_link": each / seconds / link_gb_s}
     if args.device == "cuda" and "H200" in torch.cuda.get_device_name():
         m = scale.fitted(scale.Machine())
         if merge == "trainer":
-            crossing = 1e3 * each * max(1.0, args.tp / ranks) / m.peer
+            crossing = 1e3 * each * (max(1.0, args.tp / ranks) / m.peer if written else 1 / m.broadcast)
             predicted = max(m.merge_ms(size / ranks), crossing) + m.write_fixed_ms
         else:
             whole = sum(p.numel() for p in sync.build_base(args.shape, "meta", args.layers).parameters()) * 2 / 1e9
@@ -390,7 +392,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=64, help="default %(default)s")
     parser.add_argument("--new-tokens", type=int, default=512, help="default %(default)s")
     parser.add_argument("--sleep-mode", action="store_true", help="of the engine: its memory cannot be mapped")
-    parser.add_argument("--gpu-memory", type=float, default=0.9, help="share of a GPU that vLLM may take")
+    parser.add_argument("--gpu-memory", type=float, default=0.05, help="what the engine insists on finding free")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     args = parser.parse_args()
     if "vllm" in args.parts[:-1]:

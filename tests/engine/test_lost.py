@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from processes import spawn
 from workers import hello as answer
 from workers import worker
 
@@ -146,6 +148,29 @@ def test_it_ends() -> None:
     with pytest.raises(PushFailed):
         drive(refusing._push(None, False))
     assert refusing.attempts == [[0, 1]]
+
+
+def ranks(rank: int) -> None:
+    """The second rank has an engine, too; it hears of the first one's."""
+
+    def pushing(*fails: tuple[Exception, int]) -> Pushing:
+        engines = [Engine("a"), Engine("b")] if rank == 0 else [Engine("c")]
+        return Pushing(Trainer(engines, Ranks(torch.distributed.group.WORLD)), *fails)
+
+    warnings.simplefilter("ignore")
+    one = pushing((BROKE, 1 if rank == 0 else -1))
+    assert dict(drive(one._push(None, False)).skipped) == {1: str(GONE)}
+    assert one.attempts == [[0, 1, 2], [0, 2]]
+    error, lost = (MemoryError("full"), 1) if rank == 0 else (PushRefused("trainer rank 0: full"), -1)
+    with pytest.raises(type(error)):  # it could not be repeated on every rank
+        drive(pushing((error, lost))._push(None, False))
+    with pytest.raises(PushFailed):  # nobody was lost
+        drive(pushing((BROKE, -1))._push(None, False))
+    torch.distributed.barrier()
+
+
+def test_all_ranks_begin_anew_or_none() -> None:
+    spawn(2, ranks)
 
 
 def test_it_is_said_once_until_it_is_back() -> None:

@@ -3,7 +3,8 @@
     python plain_engine.py ADDRESS PORT SEED SILENT_S
 
 It speaks the routes of `vllm serve` that `VllmSync` calls, and starts with weights of its own (drawn from SEED), as a
-server that is started anew comes with those of its checkpoint. SILENT_S is as of tcp_link.py. It starts in seconds, so that several fit in a test.
+server that is started anew comes with those of its checkpoint. SILENT_S is as of tcp_link.py. It starts in seconds, so
+that several fit in a test.
 """
 
 from __future__ import annotations
