@@ -51,6 +51,12 @@ def test_faults_between_hosts(tmp_path: Path) -> None:
     run_on_two(faults, tmp_path, 540)
 
 
+def test_a_server_that_is_started_anew(tmp_path: Path) -> None:
+    """It comes with its checkpoint's weights, and the next push brings it to the current version. Meanwhile, and without
+    one that never comes, pushes go on."""
+    run_on_two(started_anew, tmp_path, 540)
+
+
 def one_worker(other: Other, folder: Path) -> None:
     with serving(other, folder) as server:
         pushes(server, 1, knocking)
@@ -194,7 +200,6 @@ def faults(other: Other, folder: Path) -> None:
         began = time.monotonic()
         sync.close()
         assert time.monotonic() - began < SOON_S
-        started_anew(server, model)
     assert not [t for t in threading.enumerate() if "_meet" in t.name or "_accept" in t.name]
 
 
@@ -220,20 +225,30 @@ def cut_while_adapters_cross(other: Other, sync: VllmSync, server: Server, model
     check(server, model)
 
 
-def started_anew(server: Server, model: Any) -> None:
-    """A server that has died is brought to the current version when it is there again; meanwhile, and beside one that
-    never comes, pushes go on without it."""
-    never = server.url.rpartition(":")[0] + ":1"
-    with contextlib.closing(VllmSync(model, [server.url, never], bucket_bytes=1 << 17, lost="skip")) as sync:
-        with pytest.raises(PushRefused, match="no engine can be reached: engine 0: nothing listens at"):
-            sync.push()
-        server.start()
-        server.wait()
-        for base_sent in (True, False):
-            train(model, size=0.02)
-            report = sync.push(verify=not base_sent)
-            assert (set(report.skipped), report.merge, report.base_sent) == ({1}, "engine", base_sent), report
-            check(server, model)
+def started_anew(other: Other, folder: Path) -> None:
+    model = models.with_lora(engines.qwen2, **DENSE)
+    with serving(other, folder) as server:
+        never = server.url.rpartition(":")[0] + ":1"
+        with contextlib.closing(VllmSync(model, [server.url, never], bucket_bytes=1 << 17, lost="skip")) as sync:
+            brought(sync, server, model, base_sent=True)
+            os.killpg(server.process.pid, signal.SIGKILL)
+            server.process.wait()
+            with pytest.raises(PushRefused, match="no engine can be reached: engine 0: (nothing listens at|.*closes)"):
+                sync.push()
+            server.start()
+            server.wait()
+            with pytest.raises(PushRefused, match=r"engine 1: nothing listens at"):
+                sync.check()
+            brought(sync, server, model, base_sent=True)
+            brought(sync, server, model, base_sent=False)
+
+
+def brought(sync: VllmSync, server: Server, model: Any, *, base_sent: bool) -> None:
+    """A push that goes on without the second engine."""
+    train(model, size=0.02)
+    report = sync.push(verify=not base_sent)
+    assert (set(report.skipped), report.merge, report.base_sent) == ({1}, "engine", base_sent), report
+    check(server, model)
 
 
 def heals(sync: VllmSync, server: Server, model: Any) -> None:
