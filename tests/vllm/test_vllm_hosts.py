@@ -52,8 +52,8 @@ def test_faults_between_hosts(tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_started_anew(tmp_path: Path) -> None:
-    """It comes with its checkpoint's weights, and the next push brings it to the current version. Meanwhile, and without
-    one that never comes, pushes go on."""
+    """It comes with its checkpoint's weights, and the next push brings it to the current version. Pushes go on without
+    another one, which never comes."""
     run_on_two(started_anew, tmp_path, 540)
 
 
@@ -233,7 +233,7 @@ def started_anew(other: Other, folder: Path) -> None:
             brought(sync, server, model, base_sent=True)
             os.killpg(server.process.pid, signal.SIGKILL)
             server.process.wait()
-            with pytest.raises(PushRefused, match="no engine can be reached: engine 0: (nothing listens at|.*closes)"):
+            with pytest.raises(PushRefused, match=r"no engine can be reached: engine 0: (nothing listens at|.*closes)"):
                 sync.push()
             server.start()
             server.wait()
