@@ -115,6 +115,10 @@ for step in $steps; do
     fsdp-x4) # of 140 GB each
       try python3 -m torch.distributed.run --nproc-per-node 4 benchmarks/fsdp.py --shape qwen2.5-72b --parts push --tp 2 \
         --json "$out/fsdp-qwen2.5-72b-x4.json" ;;
+    disaggregated-x2 | disaggregated-x4 | disaggregated-x8) # half of the GPUs train, the others serve
+      half=$((${step##*x} / 2))
+      try python3 -m torch.distributed.run --nproc-per-node $half benchmarks/disaggregated.py \
+        --json "$out/disaggregated-qwen3-30b-a3b-x$((2 * half)).json" ;;
     zero3)
       try python3 -m torch.distributed.run --nproc-per-node 2 benchmarks/zero3.py --json "$out/zero3-qwen2.5-7b-x2.json" ;;
     sglang)

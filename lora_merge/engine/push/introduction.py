@@ -15,6 +15,8 @@ from ..transport.liveness import error_text, host_id
 from .channels import Trainer
 from .replica import SILENT, Replica, check_apart, check_whole
 
+_WITHOUT = ' (With lost="skip" pushes go on without it.)'
+
 
 async def hello(
     trainer: Trainer,
@@ -45,7 +47,8 @@ async def hello(
             if lost is not None and isinstance(error, NotReached):
                 lost[index] = str(error)
                 return
-            raise PushRefused(f"engine {index}: {error}") from error
+            others = isinstance(error, NotReached) and len(trainer.controls) > 1
+            raise PushRefused(f"engine {index}: {error}{_WITHOUT if others else ''}") from error
         except WorkerFailed as error:
             raise PushRefused(f"engine {index} cannot be pushed to: {error}") from error
         except Exception as error:
