@@ -46,11 +46,15 @@ BUCKETS_TARGET, PEER_TARGET = 2, 20
 """Extra memory of a push, in buckets; how many times faster than verl it is to be."""
 
 
-def build(args: argparse.Namespace, device: torch.device) -> nn.Module:
-    """A PEFT model under FSDP2, a unit a layer; no rank ever holds more than its shards."""
+def build(args: argparse.Namespace, device: torch.device, layers: int | None = None) -> nn.Module:
+    """A PEFT model under FSDP2, a unit a layer; no rank ever holds more than its shards.
+
+    Args:
+        layers: how many layers of the shape; default: all.
+    """
     from peft.tuners.lora import LoraLayer
 
-    model: Any = sync.build_policy(args.shape, args.rank, "meta")
+    model: Any = sync.build_policy(args.shape, args.rank, "meta", layers)
     for module in model.modules():
         if isinstance(module, LoraLayer):
             module.lora_A.to(DTYPES[args.adapter_dtype])

@@ -27,6 +27,15 @@ more of those than ranks. Where a node has one card, its engines share it.
 
 Between nodes there is one of NETWORKS: NVLink, a card of 400 Gb/s for each GPU, or one of 25 Gb/s for a node.
 
+TARGETS are published transfers of whole weights from a trainer's GPUs to an engine's on other hosts. Beside each stand
+three predictions of this package between as many GPUs (FSDP, hosts of 8):
+
+    merged     buckets are gathered by all ranks of the trainer, and broadcast to      max(merge(s) + gather(S), far(S))
+               each host of an engine over one card, two buffers in turns              + hand(S) + load(S / tp)
+    engine     as above
+    by parts   no code here, a limit: each GPU of an engine gets its own part over     max(merge(s), parts(S))
+               a card of its own, from those that hold it
+
 "write" is for engines that a host shares with all ranks that hold the model; beyond one node it is a design. "engine"
 is `VllmSync(merge="engine")`. The check compares the same formulas with the runs that are recorded in
 benchmarks/results; a constant that was fitted to a run says so, and is not compared with that run.
@@ -109,6 +118,11 @@ class Machine:
         nvlink = gigabytes * (near - 1) / gpus / self.peer
         far = gigabytes * (gpus - near) / gpus / (self.network * self.cards_a_node / self.gpus_a_node)
         return 1e3 * max(nvlink, far)
+
+    def parts_ms(self, gigabytes: float, senders: int, receivers: int) -> float:
+        """All `receivers` get so many GB each from other nodes, evenly from all `senders`, over a card each."""
+        card = self.network * self.cards_a_node / self.gpus_a_node
+        return 1e3 * gigabytes * max(1.0, receivers / senders) / card
 
     def far_ms(self, gigabytes: float, engines: int) -> float:
         """Engines of a node get so many GB each from another node, over a card each while there are enough."""
@@ -215,6 +229,40 @@ JOBS = (
     Job("Kimi-K2 (1T)", shapes.SHAPES["like-kimi-k2"], 32, "tp=8 pp=8 ep=8"),
 )
 GPUS = (1, 2, 4, 8, 16, 64, 256, 1024)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A published transfer of weights that were trained in full: from so many GPUs to so many others."""
+
+    what: str
+    seconds: float
+    job: str
+    trainer: int
+    engine: int
+
+
+TARGETS = (
+    Target("Perplexity: 1T, RDMA, 256 to 128 GPUs", 1.3, "Kimi-K2 (1T)", 256, 128),
+    Target("vLLM's RDT: 235B, 32 GPUs (counted here as 16 and 16)", 3.49, "Qwen3-235B-A22B", 16, 16),
+    Target("miles, Mooncake: 1T, point to point (GPUs not told; 256 and 128 here)", 7.2, "Kimi-K2 (1T)", 256, 128),
+)
+
+
+def beside(target: Target, m: Machine, rank: int) -> dict[str, float]:
+    """Milliseconds of a push between as many GPUs as a target has."""
+    job = next(job for job in JOBS if job.name == target.job)
+    size, ranks, tp = job.gigabytes(), target.trainer, job.tp
+    mine = m.merge_ms(size / ranks)
+    load = m.hand_ms(size) + m.load_ms(size / tp, len(job.shape.matrices()))
+    engines = max(1, m.gpus_a_node // tp)  # that a host has, or has a part of
+    rounds = max(1.0, target.engine / min(tp, m.gpus_a_node) / ranks)  # hosts that a rank sends to
+    merged = max(mine + m.gather_ms(size, ranks), rounds * m.far_ms(size, engines)) + load
+    return {
+        "merged": merged + m.fixed_ms + m.agree_ms(ranks),
+        "engine": step(job, Layout("FSDP", ranks, ranks, ranks), m, rank, ranks)["engine"],
+        "by parts": max(mine, m.parts_ms(size / tp, ranks, target.engine)),
+    }
 
 
 def step(job: Job, layout: Layout, m: Machine, rank: int, gpus: int) -> dict[str, float]:
@@ -334,7 +382,7 @@ def parse() -> argparse.Namespace:
 
 
 def show(print_line: Callable[[str], object], record: dict[str, Any]) -> None:
-    """Assumptions, check, predictions."""
+    """Assumptions, check, predictions, targets."""
     print_line("| constant | value | from |\n|---|---|---|")
     for name, value in record["machine"].items():
         print_line(f"| {name} | {value:.4g} | {SOURCES[name]} |")
@@ -354,6 +402,10 @@ def show(print_line: Callable[[str], object], record: dict[str, Any]) -> None:
             f"| {p['model']} | {p['gigabytes']:.4g} | {p['adapter_gigabytes']:.3g} | {p['layout']} | {p['gpus']} | "
             f"{p['network']} | {times} |"
         )
+    print_line("\n| published | s | network | merged | engine | by parts (a limit) |\n|---|---|---|---|---|---|")
+    for t in record["targets"]:
+        times = " | ".join(f"{ms / 1e3:.2f} s" for ms in t["ms"].values())
+        print_line(f"| {t['what']} | {t['seconds']} | {t['network']} | {times} |")
 
 
 def main() -> None:
@@ -386,6 +438,13 @@ def main() -> None:
         "networks": {name: asdict(NETWORKS[name]) for name in args.network},
         "checks": [asdict(check) for check in checks(machine)],
         "predictions": predictions,
+        "targets": [
+            asdict(target)
+            | {"network": name, "ms": {how: round(ms, 2) for how, ms in beside(target, m, args.rank).items()}}
+            for target in TARGETS
+            for name, m in machines.items()
+            if name != "NVLink"
+        ],
     }
     show(lambda line: report.console().print(line, soft_wrap=True, markup=False), record)
     report.save(record, args.json)

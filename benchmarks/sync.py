@@ -69,6 +69,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 SHAPES["qwen3-30b-a3b"] = SHAPES["qwen3-30b-a3b-8"] | {"num_hidden_layers": 48}
+SHAPES["qwen3-235b-a22b"] = SHAPES["qwen3-30b-a3b"] | {
+    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 94, "num_attention_heads": 64,
+    "moe_intermediate_size": 1536,
+}  # fmt: skip
+SHAPES["llama-70b"] = SHAPES["qwen2.5-72b"] | {"vocab_size": 128256, "intermediate_size": 28672}
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 

@@ -20,6 +20,9 @@ Pause: TypeAlias = Literal["keep", "wait", "abort"]
 """What becomes of requests in flight."""
 Cache: TypeAlias = Literal["reset", "keep"]
 """What becomes of the KV cache of requests that go on over a push."""
+
+Lost: TypeAlias = Literal["refuse", "skip"]
+"""What a push does about an engine that does not answer, or dies in the middle of it."""
 Train: TypeAlias = Literal["adapters", "merged"]
 """What a trainer's forward computes with."""
 Tokenizer: TypeAlias = Literal["base", "adapter"]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 import torch.distributed as dist
 from torch import nn
 
-from ..choices import Cache, Merge, Mode, Pause, Rounding, Strategy, check_choice
+from ..choices import Cache, Lost, Merge, Mode, Pause, Rounding, Strategy, check_choice
 from ..errors import InvalidInput, PushRefused
 from ..models.pausing import training_of
 from ..shards.ranks import Ranks
@@ -61,9 +61,10 @@ class EngineSync(VersionPusher):
         share: bool = False,
         adapter_names: Sequence[str] | None = None,
         tenants: Sequence[str] | None = None,
+        lost: Lost = "refuse",
     ) -> None:
         given = (("merge", merge, Merge), ("pause", pause, Pause), ("mode", mode, Mode), ("cache", cache, Cache))
-        for name, value, known in given:
+        for name, value, known in (*given, ("lost", lost, Lost)):
             check_choice(name, value, known)
         if cache == "keep" and self.unkept:
             raise InvalidInput(f"cache='keep' is for vLLM: {self.unkept}. Leave cache out")
@@ -75,7 +76,7 @@ class EngineSync(VersionPusher):
             )
         engines = engine if isinstance(engine, list | tuple) else [] if engine is None else [engine]
         self._require(engines)
-        self._tenants = None if tenants is None else self._tenants_of(model, tenants, mode, share, adapter_names)
+        self._tenants = None if tenants is None else self._tenants_of(model, tenants, mode, share, adapter_names, lost)
         if self._tenants is not None:
             adapter_names = self._tenants.order[:1]
         self._weights = MergedWeights(
@@ -111,6 +112,7 @@ class EngineSync(VersionPusher):
             mode=mode,
             rounding=rounding,
             computing=partial(computing, config_of(model)),
+            lost=lost,
         )
         if share:
             with world.vote(type(self).__name__):
@@ -208,7 +210,7 @@ class EngineSync(VersionPusher):
         Raises:
             PushRefused: an engine is dirty, another trainer has pushed to it, or nothing was pushed yet.
         """
-        for state in self.states():
+        for index, state in enumerate(self.states()):
             if state != self._pushed:
                 whose = " of another trainer" if state.trainer not in ("", self._trainer.name) else ""
                 ours = (
@@ -216,7 +218,8 @@ class EngineSync(VersionPusher):
                     if self._pushed is None
                     else f"not the {self._pushed} of this one"
                 )
-                raise PushRefused(f"the engine holds {state}{whose}, {ours}; push() first")
+                which = "the engine" if len(self._trainer.controls) == 1 else f"engine {index}"
+                raise PushRefused(f"{which} holds {state}{whose}, {ours}; push() first")
 
     async def _share(self, model: nn.Module, planner: PushPlanner) -> None:
         """Let the model's base weights lie in this rank's engine. Collective."""
@@ -255,7 +258,13 @@ class EngineSync(VersionPusher):
         """Refuse, as long as a trainer shares the engine's weights, what would take them from it."""
 
     def _tenants_of(
-        self, model: nn.Module, names: Sequence[str], mode: str, share: bool, adapter_names: Sequence[str] | None
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        mode: str,
+        share: bool,
+        adapter_names: Sequence[str] | None,
+        lost: str,
     ) -> Tenants:
         """Return the tenants of an argument, or raise `InvalidInput`."""
         if self.without_tenants:
@@ -266,6 +275,11 @@ class EngineSync(VersionPusher):
             raise InvalidInput("share=True has the model train on the merged weights, which are one tenant's: leave it")
         if mode != "merged":
             raise InvalidInput(f"tenants are served beside merged weights, so mode must be 'merged', got {mode!r}")
+        if lost != "refuse":
+            raise InvalidInput(
+                f"lost={lost!r} leaves an engine with the tenant that was merged before, and its requests name no "
+                "adapter, which the next one's may not either: leave lost out with tenants"
+            )
         return Tenants(names, model)
 
     async def _push_tenants(self, mode: str | None, verify: bool, hottest: str | None, keep: int | None) -> SyncReport:

@@ -114,7 +114,7 @@ def test_an_answer_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
             return b" "
 
     with pytest.raises(web.TooMuch, match="no end"):
-        web._whole(Endless(), web.time.monotonic() + 0.1)
+        web._whole(Endless(), web.time.monotonic() + 0.1, 0.1)
 
 
 DONE = {"status": "paused"}

@@ -8,7 +8,7 @@
 # tests/gpu/gpu.sh OUT figures; `tests` uses all that it sees (TESTS: which ones; DEADLINE: seconds). The machine needs torch,
 # nvcc, pytest with its timeouts, hypothesis, peft and transformers; it reaches no registry. quantised needs bitsandbytes,
 # zero3 DeepSpeed and two GPUs; rollout, rollout-experts, grpo, fidelity, sync, timeline, quantised-engines (verl, too), fsdp-x2
-# (two GPUs) and fsdp-x4 (four) need vLLM (0.26 for torch 2.11), step, step-x2 and one-copy TRL, too:
+# (two GPUs), fsdp-x4 (four) and disaggregated-x2, -x4, -x8 (as many) need vLLM (0.26 for torch 2.11), step, step-x2 and one-copy TRL, too:
 # an engine for each of five ways, and as many starts, which take most of the time; sglang and sglang-x2 (two GPUs) need
 # SGLang (0.5.17 for torch 2.11; FlashInfer is not needed). Each step should stay below ten minutes (estimated); its record
 # is written after every way.
@@ -115,6 +115,10 @@ for step in $steps; do
     fsdp-x4) # of 140 GB each
       try python3 -m torch.distributed.run --nproc-per-node 4 benchmarks/fsdp.py --shape qwen2.5-72b --parts push --tp 2 \
         --json "$out/fsdp-qwen2.5-72b-x4.json" ;;
+    disaggregated-x2 | disaggregated-x4 | disaggregated-x8) # half of the GPUs train, the others serve
+      half=$((${step##*x} / 2))
+      try python3 -m torch.distributed.run --nproc-per-node $half benchmarks/disaggregated.py \
+        --json "$out/disaggregated-qwen3-30b-a3b-x$((2 * half)).json" ;;
     zero3)
       try python3 -m torch.distributed.run --nproc-per-node 2 benchmarks/zero3.py --json "$out/zero3-qwen2.5-7b-x2.json" ;;
     sglang)

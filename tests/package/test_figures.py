@@ -104,6 +104,13 @@ def test_scale(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsy
             assert same[0]["ms"][mode] <= same[1]["ms"][mode] <= slowest, "NVLink, 400 Gb/s, 25 Gb/s"
     kept = json.loads((ROOT / "benchmarks/results/scale.json").read_text())
     assert kept["predictions"] == record["predictions"], "taken anew: scale.py --json benchmarks/results/scale.json"
+    assert kept["targets"] == record["targets"]
+    page = (ROOT / "docs" / "several_machines.md").read_text()
+    for target in record["targets"]:
+        if target["network"] == "400 Gb/s":
+            for ms in target["ms"].values():
+                assert f"{ms / 1e3:.2f} s |" in page, "the page's table is of this record"
+            assert f"| {target['seconds']} s |" in page
     merges = [c for c in record["checks"] if c["what"].startswith("merge: qwen3")]
     assert merges, "merges of another model than the one that the constants come from"
     assert all(0.9 < c["predicted_ms"] / c["measured_ms"] < 1.1 for c in merges), merges

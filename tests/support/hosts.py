@@ -80,25 +80,34 @@ def are_elsewhere(sync: Any, count: int) -> None:
 
 
 class Other:
-    """The other host.
+    """The other host, or one of several.
+
+    Args:
+        number: of it, from 0; each has a cable of its own.
 
     Attributes:
+        address: its own, on that cable.
         command: what runs a command there; without any capability, as a container's processes do.
     """
 
-    def __init__(self) -> None:
-        alone = ["sh", "-c", _ALONE.format(name="engine-host", command="sleep infinity")]
+    def __init__(self, number: int = 0) -> None:
+        name = f"engine-host-{number}" if number else "engine-host"
+        self._cable = f"cable{number}" if number else "cable"
+        ours, self.address = f"10.77.{number}.1", f"10.77.{number}.2"
+        self._ours = ours
+        alone = ["sh", "-c", _ALONE.format(name=name, command="sleep infinity")]
         self._init = subprocess.Popen(["unshare", *_APART, *alone])
         children = Path(f"/proc/{self._init.pid}/task/{self._init.pid}/children")
         _until(lambda: bool(children.read_text()))
         self._pid = children.read_text().split()[0]
-        _until(lambda: self._inside("hostname", check=False) == "engine-host")
+        _until(lambda: self._inside("hostname", check=False) == name)
         _until(lambda: "UP" in self._inside("ip", "link", "show", "lo", check=False))
-        _run("ip", "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", self._pid)
-        _run("ip", "address", "add", f"{OURS}/24", "dev", "cable")
-        _run("ip", "link", "set", "cable", "up")
-        _run("ip", "route", "add", "default", "via", THEIRS)
-        self._inside("ip", "address", "add", f"{THEIRS}/24", "dev", "cable")
+        _run("ip", "link", "add", self._cable, "type", "veth", "peer", "name", "cable", "netns", self._pid)
+        _run("ip", "address", "add", f"{ours}/24", "dev", self._cable)
+        _run("ip", "link", "set", self._cable, "up")
+        if not number:
+            _run("ip", "route", "add", "default", "via", self.address)
+        self._inside("ip", "address", "add", f"{self.address}/24", "dev", "cable")
         self.plug()
         self.command = [*self._enter(), "setpriv", "--bounding-set=-all", "--inh-caps=-all"]
 
@@ -109,8 +118,17 @@ class Other:
     def plug(self) -> None:
         """The cable is there, again."""
         self._inside("ip", "link", "set", "cable", "up")
-        self._inside("ip", "route", "replace", "default", "via", OURS)
-        _until(_answers)
+        self._inside("ip", "route", "replace", "default", "via", self._ours)
+        _until(lambda: _answers(self.address))
+
+    def slow(self, rate: str) -> None:
+        """What goes there takes its time from now on.
+
+        Args:
+            rate: as `tc` writes it: "1mbit".
+        """
+        shape = ["tbf", "rate", rate, "burst", "16kb", "latency", "2s"]
+        _run("tc", "qdisc", "replace", "dev", self._cable, "root", *shape)
 
     def _enter(self) -> list[str]:
         return ["nsenter", "--target", self._pid, "--net", "--mount", "--uts", "--ipc", "--pid"]
@@ -124,9 +142,9 @@ def sent() -> int:
     return int(json.loads(_run("ip", "-json", "-stats", "link", "show", "cable"))[0]["stats64"]["tx"]["bytes"])
 
 
-def _answers() -> bool:
+def _answers(address: str) -> bool:
     try:
-        socket.create_connection((THEIRS, 9), 1).close()
+        socket.create_connection((address, 9), 1).close()
     except ConnectionRefusedError:  # by the other kernel
         return True
     except OSError:

@@ -51,6 +51,12 @@ def test_faults_between_hosts(tmp_path: Path) -> None:
     run_on_two(faults, tmp_path, 540)
 
 
+def test_a_server_that_is_started_anew(tmp_path: Path) -> None:
+    """It comes with its checkpoint's weights, and the next push brings it to the current version. Pushes go on without
+    another one, which never comes."""
+    run_on_two(started_anew, tmp_path, 540)
+
+
 def one_worker(other: Other, folder: Path) -> None:
     with serving(other, folder) as server:
         pushes(server, 1, knocking)
@@ -158,7 +164,7 @@ def faults(other: Other, folder: Path) -> None:
             print(f"{then.__name__}: {time.monotonic() - began:.1f} s", flush=True)
             assert time.monotonic() - began < SOON_S
 
-        failing(other.cut, "engine 0 is dirty")
+        failing(other.cut, "engine 0 (is dirty|does not answer any more)")
         began = time.monotonic()
         with pytest.raises(LoraMergeError):
             sync.push()
@@ -216,6 +222,32 @@ def cut_while_adapters_cross(other: Other, sync: VllmSync, server: Server, model
     assert sync.states() == [before]
     report = sync.push()
     assert not report.base_sent, report
+    check(server, model)
+
+
+def started_anew(other: Other, folder: Path) -> None:
+    model = models.with_lora(engines.qwen2, **DENSE)
+    with serving(other, folder) as server:
+        never = server.url.rpartition(":")[0] + ":1"
+        with contextlib.closing(VllmSync(model, [server.url, never], bucket_bytes=1 << 17, lost="skip")) as sync:
+            brought(sync, server, model, base_sent=True)
+            os.killpg(server.process.pid, signal.SIGKILL)
+            server.process.wait()
+            with pytest.raises(PushRefused, match=r"no engine can be reached: engine 0: (nothing listens at|.*closes)"):
+                sync.push()
+            server.start()
+            server.wait()
+            with pytest.raises(PushRefused, match=r"engine 1: nothing listens at"):
+                sync.check()
+            brought(sync, server, model, base_sent=True)
+            brought(sync, server, model, base_sent=False)
+
+
+def brought(sync: VllmSync, server: Server, model: Any, *, base_sent: bool) -> None:
+    """A push that goes on without the second engine."""
+    train(model, size=0.02)
+    report = sync.push(verify=not base_sent)
+    assert (set(report.skipped), report.merge, report.base_sent) == ({1}, "engine", base_sent), report
     check(server, model)
 
 

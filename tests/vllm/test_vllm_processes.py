@@ -163,14 +163,18 @@ class Server:
         self.log = log
         self.process: Any
         if elsewhere:
-            command = [*elsewhere, sys.executable, "-m", SERVER, *arguments]
-            with log.open("w") as file:
-                self.process = subprocess.Popen(
-                    command, env=os.environ | SERVING, stdout=file, stderr=file, start_new_session=True
-                )
+            self._command = [*elsewhere, sys.executable, "-m", SERVER, *arguments]
+            self.start()
         else:
             self.process = multiprocessing.get_context("spawn").Process(target=serve, args=(arguments, log))
             self.process.start()
+
+    def start(self) -> None:
+        """Start it on the other host; also anew, at the same URL."""
+        with self.log.open("a") as file:
+            self.process = subprocess.Popen(
+                self._command, env=os.environ | SERVING, stdout=file, stderr=file, start_new_session=True
+            )
 
     def _ended(self, seconds: float) -> bool:
         """Wait for the process to end, for so long at most."""

@@ -27,6 +27,10 @@ from .base import TIMEOUT_S
 
 MOST = 1 << 28
 """Bytes that an answer may have."""
+CONNECT_AGAIN_S, ANSWER_AGAIN_S = 1.0, SILENT_S + 10.0
+"""Seconds to connect to a server that was not reached the last time, and for its answer: nobody waits for it for
+long a second time. One that is back takes a connection at once; its workers may take `SILENT_S` to find out that the
+push which they were in has ended."""
 _PIECE = 1 << 16
 
 
@@ -64,10 +68,18 @@ _SECRET = re.compile("[0-9a-fA-F]{64,}")
 
 
 class _Watched(http.client.HTTPConnection):
-    """A connection that gives up after `SILENT_S` if the host is gone; a busy server has the request's own limit."""
+    """A connection that gives up after `SILENT_S` if the host is gone; a busy server has the request's own limit.
+
+    Args:
+        connect_s: seconds to connect.
+    """
+
+    def __init__(self, host: str, *, connect_s: float = SILENT_S, **options: Any) -> None:
+        super().__init__(host, **options)
+        self._connect_s = connect_s
 
     def connect(self) -> None:
-        limit, self.timeout = self.timeout, SILENT_S
+        limit, self.timeout = self.timeout, self._connect_s
         super().connect()
         self.sock.settimeout(limit)
         watched(self.sock)
@@ -78,13 +90,21 @@ class _Https(_Watched, http.client.HTTPSConnection):
 
 
 class _HttpHandler(urllib.request.HTTPHandler):
+    def __init__(self, connect_s: float) -> None:
+        super().__init__()
+        self._connect_s = connect_s
+
     def http_open(self, request: urllib.request.Request) -> Any:
-        return self.do_open(_Watched, request)
+        return self.do_open(_Watched, request, connect_s=self._connect_s)
 
 
 class _HttpsHandler(urllib.request.HTTPSHandler):
+    def __init__(self, connect_s: float) -> None:
+        super().__init__()
+        self._connect_s = connect_s
+
     def https_open(self, request: urllib.request.Request) -> Any:
-        return self.do_open(_Https, request)
+        return self.do_open(_Https, request, connect_s=self._connect_s)
 
 
 class _Stays(urllib.request.HTTPRedirectHandler):
@@ -114,8 +134,11 @@ def _loopback(host: str) -> bool:
         return False
 
 
-def send(request: urllib.request.Request, seconds: float) -> tuple[bytes, str]:
+def send(request: urllib.request.Request, seconds: float, connect_s: float = SILENT_S) -> tuple[bytes, str]:
     """Send a request, which may take some seconds, and return the body and the kind (`_kind`) of the answer.
+
+    Args:
+        connect_s: seconds to connect.
 
     Raises:
         urllib.error.HTTPError: it is an error, or a redirect.
@@ -123,22 +146,23 @@ def send(request: urllib.request.Request, seconds: float) -> tuple[bytes, str]:
         http.client.HTTPException: it does not speak HTTP, or the answer is cut off.
         TooMuch: the answer has no end.
     """
-    handlers = urllib.request.ProxyHandler(_proxies(request)), _HttpHandler, _HttpsHandler, _Stays
+    proxies = urllib.request.ProxyHandler(_proxies(request))
+    handlers = proxies, _HttpHandler(connect_s), _HttpsHandler(connect_s), _Stays
     end = time.monotonic() + seconds
     with urllib.request.build_opener(*handlers).open(request, timeout=seconds) as response:
         if response.status != http.HTTPStatus.OK:  # "accepted" is not "done"
             raise urllib.error.HTTPError(request.full_url, response.status, response.reason, response.headers, response)
-        return _whole(response, end), _kind(response.headers)
+        return _whole(response, end, seconds), _kind(response.headers)
 
 
-def _whole(response: Any, end: float) -> bytes:
+def _whole(response: Any, end: float, seconds: float) -> bytes:
     read = bytearray()
     while piece := response.read1(_PIECE):
         read += piece
         if len(read) > MOST:
             raise TooMuch(f"its answer is longer than {MOST} bytes")
         if time.monotonic() > end:
-            raise TooMuch(f"its answer has no end after {TIMEOUT_S} s")
+            raise TooMuch(f"its answer has no end after {seconds:.0f} s")
     if response.length:
         raise http.client.IncompleteRead(bytes(read), response.length)
     return bytes(read)
@@ -181,10 +205,15 @@ class Server:
     Args:
         hint: what to check if something else answers, in words.
         example: of such a URL.
+
+    Attributes:
+        answer_s: seconds that an answer may take.
     """
 
     def __init__(self, url: str, hint: str, example: str = "http://host:8000") -> None:
         self.url, self.hint = checked_url(url, example), hint
+        self.answer_s: float = TIMEOUT_S
+        self._gone = False
 
     def post(self, route: str, body: Any = None, **query: str) -> dict[str, Any]:
         """Post to a route, and return the JSON of the answer; {} for an empty one."""
@@ -241,15 +270,31 @@ class Server:
 
     def _text(self, request: urllib.request.Request) -> tuple[bytes, str]:
         """Return the answer and its kind; raise `Unfit`, `Answered` or `NotReached`."""
-        url = request.full_url
         try:
-            return send(request, TIMEOUT_S)
+            answer = self._answer(request)
+        except NotReached:
+            self._gone = True
+            raise
+        except RuntimeError:
+            self._gone = False
+            raise
+        self._gone = False
+        return answer
+
+    def _answer(self, request: urllib.request.Request) -> tuple[bytes, str]:
+        url, began = request.full_url, time.monotonic()
+        limits = (min(self.answer_s, ANSWER_AGAIN_S), CONNECT_AGAIN_S) if self._gone else (self.answer_s, SILENT_S)
+        try:
+            return send(request, *limits)
         except urllib.error.HTTPError as error:
             raise self._error(url, error) from error
         except urllib.error.URLError as error:
             raise NotReached(_why(self.url, error.reason)) from error
         except TimeoutError as error:
-            raise NotReached(f"{url} has not answered in {TIMEOUT_S} s: does the engine still run?") from error
+            spent = time.monotonic() - began
+            raise NotReached(
+                f"{url} has not answered in {spent:.0f} s: does the engine still run, and can this host reach it?"
+            ) from error
         except (ConnectionError, http.client.IncompleteRead) as error:
             told = f"{url} does not answer and closes the connection: {self.hint} Did it end just now?"
             raise NotReached(told) from error

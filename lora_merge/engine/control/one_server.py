@@ -8,9 +8,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from .base import Control
+from .base import TIMEOUT_S, Control
 from .http import Server, Unfit
 
+HELLO_S = 120
+"""Seconds for the answer to `hello`, which needs no more than the end of the step that the engine computes."""
 LOOKS = 8
 """How often a new server is asked for its processes: a balancer, in turn or by chance, then shows itself."""
 
@@ -29,17 +31,24 @@ class OneServer(Control):
         if self._process is None:
             await self._meet()  # before any engine is leased
         try:
-            return await super().rpc(op, **message)
+            return await self._limited(op, **message)
         except Another:
             if op != "hello":
                 raise
         self._process = None
         await self._meet()
-        return await super().rpc(op, **message)
+        return await self._limited(op, **message)
 
     async def _meet(self) -> None:
         for _ in range(LOOKS):
-            await super().rpc("hello")
+            await self._limited("hello")
+
+    async def _limited(self, op: str, **message: Any) -> list[dict[str, Any]]:
+        self._server.answer_s = HELLO_S if op == "hello" else TIMEOUT_S
+        try:
+            return await super().rpc(op, **message)
+        finally:
+            self._server.answer_s = TIMEOUT_S
 
     def _answers(self, call: str, replies: Sequence[str]) -> list[dict[str, Any]]:
         # Checked first: errors of another engine say nothing about this one.

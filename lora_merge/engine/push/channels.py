@@ -78,13 +78,13 @@ class Trainer(TrainerRanks):
             what is written directly to engines in other processes; the same on every rank.
         """
         known = self._mapped.get(source.digest)
-        key = [at[replica.index] for replica in replicas]
+        key = [(replica.index, tuple(at[replica.index])) for replica in replicas]
         if known is not None and known.key == key:
             return known.direct
         await self.unmap(source.digest)
         trainers = await self.gather(self.introduced(source))
         serving = assign(trainers, _introductions(replicas))
-        away = {(replicas[r].index, w): rank for (r, w), (rank, kind) in serving.items() if kind != "local"}
+        away = {place: rank for place, (rank, kind) in serving.items() if kind != "local"}
         workers = workers_of(replicas)
         found = await self._exports(source, replicas, away)
         direct, made = self._direct(trainers, workers, away, found), dict[WorkerId, MappedMemory]()
@@ -358,19 +358,22 @@ class Trainer(TrainerRanks):
 
 
 def _introductions(replicas: Sequence[Replica]) -> list[list[dict[str, Any]]]:
-    return [[worker.introduction for worker in replica.workers] for replica in replicas]
+    """Return what the workers say of themselves, at the index of their replica; nothing at those of engines that take
+    no part."""
+    workers = {replica.index: [worker.introduction for worker in replica.workers] for replica in replicas}
+    return [workers.get(index, []) for index in range(max(workers) + 1)]
 
 
 class _Mapping(NamedTuple):
     """Engines' tensors, mapped for a stream.
 
     Args:
-        key: `ExportedMemory.digest` of every worker then.
+        key: of every replica its index, and `ExportedMemory.digest` of its workers then.
         mapped: those of the workers that this rank writes to.
         targets: theirs, together.
     """
 
-    key: list[Sequence[str]]
+    key: list[tuple[int, tuple[str, ...]]]
     direct: DirectWriteSet
     mapped: dict[WorkerId, MappedMemory]
     targets: DirectTargets

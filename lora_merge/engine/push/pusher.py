@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ...choices import Cache, Pause, Rounding
-from ...errors import InvalidInput, PushRefused
+from ...choices import Cache, Lost, Pause, Rounding
+from ...errors import InvalidInput, PushFailed, PushRefused
 from ...stream.bucket_writer import BucketWriter
 from ...stream.buckets import Table, metas
 from ..control.calls import drive, side_by_side
@@ -24,11 +24,14 @@ from .channels import Trainer
 from .heartbeat import Heartbeat
 from .introduction import hello, replicas_of
 from .planner import Planner, Transfer
-from .replica import Replica, SyncReport, engines_of, failure
+from .replica import SILENT, Replica, SyncReport, engines_of, failure
 from .sequence import EngineSequence
 from .sharing import Sharing
 from .transfer import TransferRun
-from .warn import warn_of_calibrated, warn_of_differences
+from .warn import warn_of_calibrated, warn_of_differences, warn_of_lost
+
+ATTEMPTS = 3
+"""How often a push that goes on without lost engines begins anew, as one was lost in the middle of it."""
 
 
 class Pusher:
@@ -40,6 +43,7 @@ class Pusher:
         mode: of the first push, unless it says another.
         healing: of dirty engines, in words.
         computing: how the trainer's model computes, as of `computing` in configs.py.
+        lost: what a push does about engines that cannot be reached; as of `VllmSync`.
 
     Attributes:
         sharing: what the trainer and an engine of its process hold once; None where they share nothing.
@@ -56,6 +60,7 @@ class Pusher:
         rounding: Rounding = "nearest",
         healing: str = "the next push heals them",
         computing: Callable[[], Mapping[str, Any]] = dict,
+        lost: Lost = "refuse",
     ) -> None:
         self._trainer, self._planner, self._sequence = trainer, planner, EngineSequence(trainer.name, pause, cache)
         self._mode, self._rounding, self._healing = mode, rounding, healing
@@ -64,6 +69,9 @@ class Pusher:
         self._pushed: State | None = None
         self._floor = 0  # the last version that requests could name: an engine that was started anew counts from 1
         self._warned_of_calibrated: set[int] = set()
+        self._lost, self._warned_of_lost = lost, dict[int, str]()
+        self._gone: Mapping[int, str] = {}  # the engines that are left out of this push -> why
+        self._present = frozenset[int]()  # the others
         self._counted: tuple[list[Table], int, int] = ([], 0, 0)  # the last push's tables, their tensors and bytes
         self.sharing: Sharing | None = None
         self._lock = threading.Lock()
@@ -124,7 +132,7 @@ class Pusher:
             raise PushRefused("another push is under way; two at the same time cannot both win")
         try:
             with under_way(self._trainer.name), within():
-                return await self._locked_push(self._mode if mode is None else mode, verify)
+                return await self._push_to_those_left(self._mode if mode is None else mode, verify)
         except BaseException as error:
             # A call that an interrupt has left under way may take the lease again: `aclose` ends it once more.
             self._held = not await self._let_go() or not isinstance(error, Exception)
@@ -140,6 +148,35 @@ class Pusher:
         errors = await side_by_side(controls, lambda control: control.rpc("end", owner=self._trainer.name), controls)
         return not any(errors)
 
+    async def _push_to_those_left(self, mode: str, verify: bool) -> SyncReport:
+        """Push. Where lost engines are left out, and the push broke off because it lost some, push to the others anew:
+        they all hold the same then, whatever the first attempt left in them."""
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return await self._locked_push(mode, verify)
+            except Exception as error:
+                if self._lost == "refuse" or not await self._lost_more(error):
+                    raise
+            self._planner.release()
+        return await self._locked_push(mode, verify)
+
+    async def _lost_more(self, error: Exception) -> bool:
+        """Return True if engines that took part in a push which failed cannot be reached any more, and others can. The
+        same on every rank. Collective: a push that fails does so on every rank, if not with the same kind of error."""
+        trainer, lost = self._trainer, dict[int, str]()
+        if not all(await trainer.gather(isinstance(error, PushRefused | PushFailed))):
+            return False
+
+        async def ask() -> list[bool]:
+            return [bool(workers) for workers in await hello(trainer, lost=lost)]
+
+        try:
+            everyone = await trainer.everywhere(ask())
+        except PushRefused:
+            return False
+        answering = {index for index, there in enumerate(there for some in everyone for there in some) if there}
+        return bool(answering) and not answering >= self._present
+
     async def _locked_push(self, mode: str, verify: bool) -> SyncReport:
         report = self._begin(mode)
         # 1. Ask, check, plan, connect. A failure leaves every engine as it was: `PushRefused`.
@@ -149,6 +186,7 @@ class Pusher:
         return report
 
     def _begin(self, mode: str) -> SyncReport:
+        self._present = frozenset()
         self._sequence.begin(self._trainer.name)
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
@@ -211,7 +249,9 @@ class Pusher:
             self._keep_mode(before, replicas, held)
             await trainer.close()
             error = failure(replicas, self._healing, holding)
-            self._planner.broke(error)
+            lost = all(replica.error.startswith(SILENT) for replica in replicas if replica.error)
+            if self._lost == "refuse" or not lost:
+                self._planner.broke(error)
             raise error
         self._pushed = last.state
         self._fill(report, replicas, transfers)
@@ -234,8 +274,12 @@ class Pusher:
         for replica in replicas:
             self._sequence.check(replica)
         report.differs = warn_of_differences(replicas, self._computing(), self._warned_of_differences)
+        report.skipped = self._gone
         if not report.version:  # else another part of the same push follows
             report.version = max(self._floor, *(max(r.state.version, r.newest) for r in replicas)) + 1
+        if self._lost == "skip":
+            # An engine may be lost with this version, and come back when another push of the others has had the number.
+            self._floor = report.version
         slept = {replica.index: replica.asleep for replica in replicas if replica.asleep or replica.waking}
         try:
             if slept:
@@ -260,11 +304,19 @@ class Pusher:
             streams, updates: digests of tables, and of updates, that engines say at once what they know of.
             work: as of `hello`.
         """
-        claim = lease_of(self._trainer.name, self._sequence.push)
-        asked = hello(self._trainer, work, claim=claim, streams=streams, updates=updates)
-        everyone = await self._trainer.everywhere(asked)
+        claim, lost = lease_of(self._trainer.name, self._sequence.push), dict[int, str]()
+        skipped = None if self._lost == "refuse" else lost
+
+        async def ask() -> tuple[list[list[WorkerInfo]], dict[int, str]]:
+            message = {"claim": claim, "streams": streams, "updates": updates}
+            return await hello(self._trainer, work, lost=skipped, **message), lost
+
+        everyone = await self._trainer.everywhere(ask())
         self._beats.begin(self._trainer.controls)
-        return replicas_of(self._trainer, everyone)
+        replicas, self._gone = replicas_of(self._trainer, everyone)
+        self._present = frozenset(replica.index for replica in replicas)
+        warn_of_lost(self._gone if self._trainer.world.rank == 0 else {}, self._warned_of_lost)
+        return replicas
 
     async def _connect(self, replicas: Sequence[Replica], transfers: Sequence[Transfer], verify: bool) -> None:
         payloads = [one.payload for one in transfers]

@@ -57,6 +57,8 @@ class SyncReport:
         tenants: names of adapters that are all served; the first one is merged (docs/tenants.md).
         cache: "keep" if requests in flight have kept their KV cache in every engine; one that was dirty, or slept,
             drops it, whatever the push was asked for.
+        skipped: engines that got nothing, as they could not be reached (`lost="skip"`), by their position in the list
+            of handles -> why.
     """
 
     version: int
@@ -79,6 +81,7 @@ class SyncReport:
     versions: tuple[int, ...] = ()
     tenants: tuple[str, ...] = ()
     cache: Cache = "reset"
+    skipped: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def gb_s(self) -> float:
@@ -116,6 +119,7 @@ class SyncReport:
             why += f"; kept: {', '.join(map(str, self.versions))}"
         if self.cache == "keep":
             why += "; requests in flight have kept their KV cache"
+        why += "".join(f"; without engine {index}: {gone}" for index, gone in self.skipped.items())
         once = f" and {self.shared / 1e6:.1f} MB held once" if self.shared else ""
         over = f" over {'+'.join(self.transports)}" if self.transports else ""
         return (
@@ -307,7 +311,9 @@ def fail_together(replicas: Sequence[Replica]) -> None:
             replica.error, replica.begun = replica.error or error, begun
 
 
-SILENT = tuple(f"{kind}: " for kind in ("EngineDeadError", "EngineGone", "NotReached"))
+SILENT = tuple(
+    f"{kind}: " for kind in ("EngineDeadError", "EngineGone", "NotReached", "ActorDiedError", "ActorUnavailableError")
+)
 """How the errors begin (`error_text`) of engines that have died or do not answer."""
 
 

@@ -58,3 +58,21 @@ def warn_of_calibrated(replicas: Sequence[Replica], warned: set[int]) -> str:
             stacklevel=2,
         )
     return found[0].calibrated if found else ""
+
+
+def warn_of_lost(lost: Mapping[int, str], warned: dict[int, str]) -> None:
+    """Warn of engines that a push goes on without: once of each, until it has come back.
+
+    Args:
+        lost: why, by the number of the engine.
+        warned: those that were warned of before; becomes those that are lost now.
+    """
+    new = [f"engine {index} is left out of this push ({why})" for index, why in lost.items() if index not in warned]
+    warned.clear()
+    warned.update(lost)
+    if new:
+        warnings.warn(
+            f"{'; '.join(new)}. What it serves is not what is trained: send it no requests until a push has reached it "
+            "again, which brings it all that it lacks",
+            stacklevel=2,
+        )

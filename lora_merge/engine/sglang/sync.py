@@ -37,6 +37,7 @@ class SglangSync(EngineSync):
         bucket_bytes: size in bytes of each of two buckets, where buckets are needed; larger tensors are cut.
         strategy: as for `MergedWeights`.
         adapter_names: as for `VllmSync`.
+        lost: what a push does about an engine that cannot be reached: "refuse" or "skip"; see `VllmSync`.
 
     Raises:
         InvalidInput: an argument that does not fit.

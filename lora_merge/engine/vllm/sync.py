@@ -69,6 +69,11 @@ class VllmSync(EngineSync):
             its requests run at base-model speed, the others as LoRA slots relative to it. Requests say whose they are
             by `lora_request(tenant=name)`. For engines with `enable_lora=True` and a `max_lora_rank` of both ranks
             together (docs/tenants.md).
+        lost: what a push does about an engine that cannot be reached: its host is gone, or its server is not up (yet,
+            or any more); before the push or in the middle of it. "refuse": the push is refused, or fails, and the error
+            names the engine. "skip": the push goes on with the others, as long as there is one, warns, and has the
+            engine in `SyncReport.skipped`. The first push that reaches it again, with whatever weights it comes back,
+            brings it all that it lacks; until then it serves what it holds.
         share: hold the weights once: base weights of the model that the engine keeps in the same dtype become views of
             the engine's, their own memory is freed, and the model trains on merged weights (`train_merged`) in the
             engine's memory. Between two pushes the engine is dirty from the trainer's first write on: `check` and

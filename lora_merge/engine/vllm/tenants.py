@@ -15,7 +15,7 @@ from ..transport.base import Received
 from ..worker.session import WorkerSession
 from . import internals
 from .adapter import adapter_of
-from .adopt_checkpoint import OPERATIONS
+from .kept_adapters import OPERATIONS
 
 
 def limits(config: Any) -> dict[str, Any]:

@@ -1,0 +1,235 @@
+"""Engines that cannot be reached: who is left out of a push, how the others are numbered, and how long nobody waits."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from processes import spawn
+from workers import hello as answer
+from workers import worker
+
+from lora_merge import PushFailed, PushRefused
+from lora_merge.engine.control import http as web
+from lora_merge.engine.control.base import Control
+from lora_merge.engine.control.calls import EngineGone, drive
+from lora_merge.engine.control.http import NotReached, Server, Unfit
+from lora_merge.engine.push.channels import Trainer, _introductions
+from lora_merge.engine.push.introduction import hello, replicas_of
+from lora_merge.engine.push.planner import Planner
+from lora_merge.engine.push.pusher import ATTEMPTS, Pusher
+from lora_merge.engine.push.replica import SyncReport
+from lora_merge.engine.transport.routing import assign
+from lora_merge.engine.transport.tcp_link import SILENT_S
+from lora_merge.shards.ranks import Ranks
+
+
+class Engine(Control):
+    """One that answers, or does not.
+
+    Args:
+        error: that its calls raise.
+    """
+
+    def __init__(self, name: str, error: Exception | None = None, **more: Any) -> None:
+        super().__init__(object())
+        self.error, self._says = error, answer(name=name, **more)
+
+    async def rpc(self, op: str, **message: Any) -> list[dict[str, Any]]:
+        if self.error is not None:
+            raise self.error
+        return [self._says]
+
+
+GONE = NotReached("nothing listens at http://b:8000")
+
+
+def trainer(*engines: Engine) -> Trainer:
+    return Trainer(engines, Ranks())
+
+
+def test_an_engine_that_is_lost_keeps_its_number() -> None:
+    """Places, mappings and errors go by it: the others must not move up."""
+    ours = trainer(Engine("a"), Engine("b", GONE), Engine("c", host="far/1"), Engine("d", EngineGone("dead")))
+    lost: dict[int, str] = {}
+    introduced = drive(hello(ours, lost=lost))
+    assert [len(workers) for workers in introduced] == [1, 0, 1, 0]
+    replicas, gone = replicas_of(ours, [(introduced, lost), ([[worker(name="e")]], {})])
+    assert [replica.index for replica in replicas] == [0, 2, 4]
+    assert [replica.control for replica in replicas] == [ours.controls[0], ours.controls[2], None]
+    assert gone == {1: str(GONE), 3: "it has died: dead"}
+    rank = {"host": "here/1", "pid": 1, "device": "cpu"}
+    assert {place: kind for place, (_, kind) in assign([rank], _introductions(replicas)).items()} == {
+        (0, 0): "shm", (2, 0): "tcp", (4, 0): "shm"
+    }  # fmt: skip
+
+
+def test_without_the_word_for_it_every_engine_has_to_answer() -> None:
+    with pytest.raises(PushRefused, match="engine 1: nothing listens at http://b:8000"):
+        drive(hello(trainer(Engine("a"), Engine("b", GONE))))
+
+
+@pytest.mark.parametrize("error", [Unfit("a router answers"), RuntimeError("no such method")])
+def test_what_answers_wrongly_is_not_lost(error: Exception) -> None:
+    lost: dict[int, str] = {}
+    with pytest.raises(PushRefused, match="engine 1"):
+        drive(hello(trainer(Engine("a"), Engine("b", error)), lost=lost))
+    assert not lost
+
+
+def test_engines_that_compute_together_are_lost_together() -> None:
+    shares = {"name": "both", "engines": 2}
+    ours, lost = trainer(Engine("a", shares=shares), Engine("b", GONE)), dict[int, str]()
+    introduced = drive(hello(ours, lost=lost))
+    with pytest.raises(PushRefused, match=r"engine 1: nothing listens.*; and without it the others are not whole"):
+        replicas_of(ours, [(introduced, lost)])
+
+
+def test_somebody_has_to_be_there() -> None:
+    ours, lost = trainer(Engine("a", GONE), Engine("b", GONE)), dict[int, str]()
+    introduced = drive(hello(ours, lost=lost))
+    with pytest.raises(PushRefused, match=r"no engine can be reached: engine 0: nothing .*; engine 1: nothing"):
+        replicas_of(ours, [(introduced, lost)])
+
+
+class Pushing(Pusher):
+    """Pushes of which each fails as it is told.
+
+    Args:
+        fails: errors of the pushes in turn, each with the engine that is lost in it, or -1.
+    """
+
+    def __init__(self, ours: Trainer, *fails: tuple[Exception, int], lost: Any = "skip") -> None:
+        super().__init__(ours, Planner(), pause="keep", mode="merged", lost=lost)
+        self._fails, self.attempts = list(fails), list[list[int]]()
+
+    async def _locked_push(self, mode: str, verify: bool) -> SyncReport:
+        replicas = await self._introduce()
+        self.attempts.append([replica.index for replica in replicas])
+        if self._fails:
+            error, index = self._fails.pop(0)
+            if index >= 0:
+                self._trainer.controls[index].error = GONE  # type: ignore[attr-defined]
+            raise error
+        return SyncReport(1, mode, skipped=self._gone)
+
+
+BROKE = PushFailed("engine 1 does not answer any more")
+
+
+@pytest.mark.filterwarnings("ignore:engine . is left out")
+def test_a_push_in_which_engines_are_lost_begins_anew() -> None:
+    pushing = Pushing(trainer(*map(Engine, "abc")), (BROKE, 1), (PushRefused("engine 2: not reached"), 2))
+    assert set(drive(pushing._push(None, False)).skipped) == {1, 2}
+    assert pushing.attempts == [[0, 1, 2], [0, 2], [0]]
+
+
+@pytest.mark.parametrize(("error", "lost"), [(BROKE, -1), (PushRefused("does not fit"), -1), (MemoryError("full"), 1)])
+def test_a_push_that_fails_for_itself_is_not_repeated(error: Exception, lost: int) -> None:
+    pushing = Pushing(trainer(*map(Engine, "abc")), (error, lost))
+    with pytest.raises(type(error)):
+        drive(pushing._push(None, False))
+    assert len(pushing.attempts) == 1
+
+
+@pytest.mark.filterwarnings("ignore:engine . is left out")
+def test_it_ends() -> None:
+    engines = [Engine(name) for name in "abcde"]
+    pushing = Pushing(trainer(*engines), *((BROKE, index) for index in range(4)))
+    with pytest.raises(PushFailed):
+        drive(pushing._push(None, False))
+    assert len(pushing.attempts) == ATTEMPTS
+    refusing = Pushing(trainer(*map(Engine, "ab")), (BROKE, 1), lost="refuse")
+    with pytest.raises(PushFailed):
+        drive(refusing._push(None, False))
+    assert refusing.attempts == [[0, 1]]
+
+
+def ranks(rank: int) -> None:
+    """The second rank has an engine, too; it hears of the first one's."""
+
+    def pushing(*fails: tuple[Exception, int]) -> Pushing:
+        engines = [Engine("a"), Engine("b")] if rank == 0 else [Engine("c")]
+        return Pushing(Trainer(engines, Ranks(torch.distributed.group.WORLD)), *fails)
+
+    warnings.simplefilter("ignore")
+    one = pushing((BROKE, 1 if rank == 0 else -1))
+    assert dict(drive(one._push(None, False)).skipped) == {1: str(GONE)}
+    assert one.attempts == [[0, 1, 2], [0, 2]]
+    error, lost = (MemoryError("full"), 1) if rank == 0 else (PushRefused("trainer rank 0: full"), -1)
+    with pytest.raises(type(error)):  # it could not be repeated on every rank
+        drive(pushing((error, lost))._push(None, False))
+    with pytest.raises(PushFailed):  # nobody was lost
+        drive(pushing((BROKE, -1))._push(None, False))
+    torch.distributed.barrier()
+
+
+def test_all_ranks_begin_anew_or_none() -> None:
+    spawn(2, ranks)
+
+
+def test_it_is_said_once_until_it_is_back() -> None:
+    engines = [Engine("a"), Engine("b", GONE)]
+    pushing = Pushing(trainer(*engines))
+    with pytest.warns(UserWarning, match=r"engine 1 is left out of this push \(nothing listens"):
+        report = drive(pushing._push(None, False))
+    assert str(report).endswith(f"; without engine 1: {GONE}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert set(drive(pushing._push(None, False)).skipped) == {1}
+    engines[1].error = None
+    assert not drive(pushing._push(None, False)).skipped
+    engines[1].error = GONE
+    with pytest.warns(UserWarning, match="engine 1 is left out"):
+        drive(pushing._push(None, False))
+
+
+def test_nobody_waits_for_long_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    limits: list[tuple[float, float]] = []
+
+    def send(request: urllib.request.Request, seconds: float, connect_s: float) -> tuple[bytes, str]:
+        limits.append((seconds, connect_s))
+        if isinstance(said[-1], Exception):
+            raise said[-1]
+        return said[-1], "JSON"
+
+    monkeypatch.setattr(web, "send", send)
+    server = Server("http://far:8000", "?")
+    gone = (web.ANSWER_AGAIN_S, web.CONNECT_AGAIN_S)
+    for what, limit in (
+        (b"{}", (web.TIMEOUT_S, SILENT_S)),
+        (urllib.error.URLError("timed out"), (web.TIMEOUT_S, SILENT_S)),
+        (TimeoutError("timed out"), gone),
+        (b"not JSON", gone),
+        (b"{}", (web.TIMEOUT_S, SILENT_S)),
+    ):
+        said.append(what)
+        try:
+            server.get("is_paused")
+        except (NotReached, Unfit) as error:
+            print(error)
+        assert limits[-1] == limit, what
+
+
+def test_hello_has_a_limit_of_its_own() -> None:
+    from lora_merge.engine.control.one_server import HELLO_S, OneServer
+
+    class One(OneServer):
+        async def _ask(self, request: str) -> list[str]:
+            limits.append(self._server.answer_s)
+            raise NotReached("gone")
+
+    limits: list[float] = []
+    one: Any = One(SimpleNamespace())
+    one._server, one._process = Server("http://far:8000", "?"), ("0: 1",)
+    for op in ("hello", "receive"):
+        with pytest.raises(NotReached):
+            drive(one.rpc(op))
+    assert limits == [HELLO_S, web.TIMEOUT_S]
+    assert one._server.answer_s == web.TIMEOUT_S
