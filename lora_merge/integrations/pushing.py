@@ -34,7 +34,14 @@ class KeptSync:
         """
         if self.sync is None or self._model is not model:
             self.close()
-            self.sync = VllmSync(model, engine, mode=options.mode, rounding=options.rounding, share=options.share)
+            self.sync = VllmSync(
+                model,
+                engine,
+                mode=options.mode,
+                merge=options.merge,
+                rounding=options.rounding,
+                share=options.share,
+            )
             self._model = model
         return self.sync
 

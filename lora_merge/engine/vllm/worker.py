@@ -24,7 +24,7 @@ from ..worker.session import WorkerSession
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, tower_advice, unserved_modules
 from .adopt_checkpoint import OPERATIONS
 from .loading.formats import calibrated_scales, quantised_checkpoint
-from .session import session_of
+from .session import note_sleeps, session_of
 from .step_counter import count_steps
 from .unfit import NotFirst, unfit
 
@@ -69,6 +69,7 @@ class VllmWorker:
         model = self.raw.get_model()
         if model is None:
             raise RuntimeError("this engine was shut down: start a new one")
+        note_sleeps(self.raw)
         return session_of(model, self.raw.model_config, self.raw.device)
 
     @contextmanager
