@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..choices import Cache, Mode, Rounding, Train, check_choice
+from ..choices import Cache, Merge, Mode, Rounding, Train, check_choice
 from ..errors import InvalidInput
 
 SWITCH = "LORA_MERGE"
@@ -33,6 +33,7 @@ class Options:
             LORA_MERGE_SHARE.
         cache: what happens to the KV cache of requests that are under way, "reset" or "keep", as for `VllmSync`.
             LORA_MERGE_CACHE.
+        merge: who adds the adapters to the base, as for `VllmSync`. LORA_MERGE_MERGE.
 
     Raises:
         InvalidInput: a value that is none of these.
@@ -45,6 +46,7 @@ class Options:
     train: Train = "adapters"
     share: bool = False
     cache: Cache = "reset"
+    merge: Merge = "auto"
 
     def __post_init__(self) -> None:
         given = (
@@ -52,6 +54,7 @@ class Options:
             ("rounding", self.rounding, Rounding),
             ("train", self.train, Train),
             ("cache", self.cache, Cache),
+            ("merge", self.merge, Merge),
         )
         for name, value, known in given:
             check_choice(name, value, known, f" (or {SWITCH}_{name.upper()})")
@@ -75,14 +78,20 @@ class Options:
 
     @classmethod
     def from_environment(
-        cls, environment: Mapping[str, str] | None = None, *, trains: bool = False, shares: bool = False
+        cls,
+        environment: Mapping[str, str] | None = None,
+        *,
+        trains: bool = False,
+        shares: bool = False,
+        merges: bool = False,
     ) -> Options:
         """Read LORA_MERGE_MODE, LORA_MERGE_ROUNDING, LORA_MERGE_CHECK, LORA_MERGE_VERIFY, LORA_MERGE_TRAIN,
-        LORA_MERGE_SHARE and LORA_MERGE_CACHE.
+        LORA_MERGE_SHARE, LORA_MERGE_CACHE and LORA_MERGE_MERGE.
 
         Args:
             trains: whether the integration can train on merged weights; else asking for that is an error.
             shares: the same of sharing the weights.
+            merges: the same of choosing who merges.
         """
         found = os.environ if environment is None else environment
         if shares_weights(found) and not shares:
@@ -95,11 +104,17 @@ class Options:
                 f"{SWITCH}_TRAIN=merged is for TRL, ms-swift, verl and Transformers, and not with Megatron: leave it "
                 "out, or call lora_merge.train_merged(model) in your script before training"
             )
+        if found.get(f"{SWITCH}_MERGE", "auto") != "auto" and not merges:
+            raise InvalidInput(
+                f"{SWITCH}_MERGE={found[f'{SWITCH}_MERGE']} is for verl: leave it out, or pass merge= to VllmSync in a "
+                "script of your own"
+            )
         named: dict[str, Any] = {  # words, which are checked
             "mode": found.get(f"{SWITCH}_MODE", "merged"),
             "rounding": found.get(f"{SWITCH}_ROUNDING", "nearest"),
             "train": found.get(f"{SWITCH}_TRAIN", "adapters"),
             "cache": found.get(f"{SWITCH}_CACHE", "reset"),
+            "merge": found.get(f"{SWITCH}_MERGE", "auto"),
         }
         check, verify = (found.get(f"{SWITCH}_{name}", "") for name in ("CHECK", "VERIFY"))
         return cls(**named, check=_bound(check), verify=_flag(f"{SWITCH}_VERIFY", verify), share=shares_weights(found))

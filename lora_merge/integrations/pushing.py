@@ -38,6 +38,7 @@ class KeptSync:
                 model,
                 engine,
                 mode=options.mode,
+                merge=options.merge,
                 rounding=options.rounding,
                 share=options.share,
                 cache=options.cache,

@@ -94,6 +94,11 @@ for step in $steps; do
     step) bench step-$card step --shape qwen2.5-7b --steps 3 --completions 48 --plot "$out/step-$card.png" ;;
     step-x2) bench step-$card-x2 step --shape qwen2.5-7b --ranks 2 --steps 3 --completions 48 \
       --plot "$out/step-$card-x2.png" ;;
+    verl-step) # verl's main_ppo in five ways, as many as there is time for (WAYS: which; the same OUT: those that lack)
+      bench "verl-step-$card" verl_step --logs "$out" --ways ${WAYS:-push engine stream merge adapter} ;;
+    verl-step-x2 | verl-step-x4)
+      bench "verl-step-$card-${step##*-}" verl_step --gpus "${step##*-x}" --tp 2 --logs "$out" \
+        --ways ${WAYS:-push engine stream merge adapter} ;;
     one-copy) # trainer and engine with one copy of 7B: memory and pushes; then GRPO within 24 GiB, a start a way
       bench one-copy-$card one_copy --parts memory
       bench one-copy-24-$card one_copy --parts grpo ;;

@@ -33,6 +33,9 @@ def test_options_come_from_the_environment() -> None:
     with pytest.raises(InvalidInput, match="LORA_MERGE_SHARE=1 is for TRL and ms-swift"):
         Options.from_environment({"LORA_MERGE_SHARE": "1"}, trains=True)
     assert Options.from_environment({"LORA_MERGE_SHARE": "1"}, trains=True, shares=True).train == "merged"
+    with pytest.raises(InvalidInput, match="LORA_MERGE_MERGE=engine is for verl"):
+        Options.from_environment({"LORA_MERGE_MERGE": "engine"})
+    assert Options.from_environment({"LORA_MERGE_MERGE": "engine"}, merges=True).merge == "engine"
     names = {"LORA_MERGE_MODE": "adapter", "LORA_MERGE_ROUNDING": "stochastic"}
     found = Options.from_environment(names | {"LORA_MERGE_CHECK": "0.05", "LORA_MERGE_VERIFY": "True"})
     assert found == Options("adapter", "stochastic", 0.05, True)

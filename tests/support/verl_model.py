@@ -22,8 +22,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **op
 """
 
 
-def save_model(folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> Path:
-    """A checkpoint with random weights."""
+def save_tokenizer(folder: Path) -> None:
+    """Bytes as tokens, and three special ones."""
     vocabulary = {character: i for i, character in enumerate(sorted(ByteLevel.alphabet()))}
     vocabulary |= {token: 256 + i for i, token in enumerate(SPECIAL)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -32,6 +32,11 @@ def save_model(folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.f
     end, _, stop = SPECIAL
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=stop, pad_token=end, chat_template=CHAT)
     fast.save_pretrained(folder)
+
+
+def save_model(folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> Path:
+    """A checkpoint with random weights."""
+    save_tokenizer(folder)
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=VOCABULARY,

