@@ -37,6 +37,9 @@ MLA: dict[str, Any] = {
     "n_routed_experts": 4,
     "moe_intermediate_size": 64,
 }
+LATENT: dict[str, Any] = MLA | {
+    "q_lora_rank": 32, "n_shared_experts": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+}  # fmt: skip
 CPU_MLA: dict[str, Any] = {"attention_backend": "CPU_MLA"}
 
 
@@ -50,6 +53,8 @@ class Architecture:
         experts: whether PEFT adapts fused experts, and vLLM has no LoRA layers for them on a CPU.
         engine: options of the engine.
         dtype: of weights on a CPU. vLLM computes linear attention there in bfloat16 alone.
+        exact: whether vLLM computes on a CPU in float32 what transformers does, up to roundings. Its latent attention
+            there does not.
         kind: "text", "image" (a tower beside the language model) or "hybrid" (layers without attention, or with
             another).
         make: the model, where sizes do not say all.
@@ -68,6 +73,7 @@ class Architecture:
     engine: dict[str, Any] = field(default_factory=dict)
     label: str = ""
     dtype: str = "float32"
+    exact: bool = True
     kind: str = "text"
     make: Callable[[], Any] | None = None
     processor: Callable[[], Any] | None = None
@@ -197,8 +203,9 @@ TEXT: tuple[Architecture, ...] = (
     moe("Glm4Moe", **HEAD, n_routed_experts=4, moe_intermediate_size=64, first_k_dense_replace=1,
         n_group=1, topk_group=1),
     moe("FlexOlmo", num_experts=4),
-    Architecture("DeepseekV2", FEW | MLA, experts=True, engine=CPU_MLA),
-    Architecture("DeepseekV3", FEW | MLA | {"topk_method": "noaux_tc"}, experts=True, engine=CPU_MLA),
+    Architecture("DeepseekV2", FEW | MLA, experts=True, engine=CPU_MLA, exact=False),
+    Architecture("DeepseekV3", FEW | LATENT, experts=True, engine=CPU_MLA, exact=False),
+    Architecture("Glm4MoeLite", FEW | LATENT, experts=True, engine=CPU_MLA, exact=False),
     moe("HunYuanMoEV1", **HEAD, num_experts=4, moe_topk=2),
     moe("GraniteMoeShared", num_local_experts=4, shared_intermediate_size=64),
 )  # fmt: skip
@@ -230,9 +237,6 @@ MAMBA2: dict[str, Any] = {
 NEMOTRON: dict[str, Any] = {
     "head_dim": 32, "mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2, "conv_kernel": 4,
     "chunk_size": 64, "num_hidden_layers": 3,
-}  # fmt: skip
-LATENT: dict[str, Any] = MLA | {
-    "q_lora_rank": 32, "n_shared_experts": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
 }  # fmt: skip
 BLOCKS: dict[str, Any] = {"layer_types": ["conv", "full_attention"], "conv_dim": 128, "block_dim": 128}
 
