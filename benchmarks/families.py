@@ -274,7 +274,6 @@ HYBRIDS: tuple[Architecture, ...] = (
            mamba_expand=2, num_local_experts=4, shared_intermediate_size=64),
     hybrid("FalconH1", label="Falcon-H1", why="?", bare="out_proj", **HEAD, **MAMBA2, mamba_d_ssm=256,
            mamba_chunk_size=64),
-    hybrid("Bamba", why="?", **MAMBA2, attn_layer_indices=[1], mamba_expand=2),
     hybrid("Jamba", why=SCAN, bare="dt_proj", attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2,
            expert_layer_offset=1, num_experts=4, mamba_d_state=16, mamba_d_conv=4, mamba_expand=2, mamba_dt_rank=8,
            use_mamba_kernels=False),
