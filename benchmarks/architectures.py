@@ -109,6 +109,12 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def alone() -> str:
+    """Return the table of families that are tried on a GPU alone, as in docs/architectures.md."""
+    lines = ["| architecture | what vLLM lacks on a CPU |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {a.title} | {a.why} |" for a in ARCHITECTURES if not a.cpu)])
+
+
 def tried(architecture: Architecture, args: argparse.Namespace) -> Row:
     """With LoRA layers where vLLM has them, else without."""
     row = Row(architecture.title)

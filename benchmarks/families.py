@@ -37,6 +37,9 @@ MLA: dict[str, Any] = {
     "n_routed_experts": 4,
     "moe_intermediate_size": 64,
 }
+LATENT: dict[str, Any] = MLA | {
+    "q_lora_rank": 32, "n_shared_experts": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+}  # fmt: skip
 CPU_MLA: dict[str, Any] = {"attention_backend": "CPU_MLA"}
 
 
@@ -50,6 +53,8 @@ class Architecture:
         experts: whether PEFT adapts fused experts, and vLLM has no LoRA layers for them on a CPU.
         engine: options of the engine.
         dtype: of weights on a CPU. vLLM computes linear attention there in bfloat16 alone.
+        exact: whether vLLM computes on a CPU in float32 what transformers does, up to roundings. Its latent attention
+            there does not.
         kind: "text", "image" (a tower beside the language model) or "hybrid" (layers without attention, or with
             another).
         make: the model, where sizes do not say all.
@@ -57,6 +62,7 @@ class Architecture:
         prompt: text with one image.
         gpu: tried on a GPU: CPUs cannot run it, or do so otherwise.
         cpu: tried on a CPU.
+        why: what vLLM lacks on a CPU, where it is tried on a GPU alone.
         bare: pattern of the layers that get no adapter: no answer depends on them, or transformers reads their weights
             past PEFT's layer.
     """
@@ -68,12 +74,14 @@ class Architecture:
     engine: dict[str, Any] = field(default_factory=dict)
     label: str = ""
     dtype: str = "float32"
+    exact: bool = True
     kind: str = "text"
     make: Callable[[], Any] | None = None
     processor: Callable[[], Any] | None = None
     prompt: str = ""
     gpu: bool = False
     cpu: bool = True
+    why: str = ""
     bare: str = "talker|token2wav|code2wav"
 
     @property
@@ -197,8 +205,9 @@ TEXT: tuple[Architecture, ...] = (
     moe("Glm4Moe", **HEAD, n_routed_experts=4, moe_intermediate_size=64, first_k_dense_replace=1,
         n_group=1, topk_group=1),
     moe("FlexOlmo", num_experts=4),
-    Architecture("DeepseekV2", FEW | MLA, experts=True, engine=CPU_MLA),
-    Architecture("DeepseekV3", FEW | MLA | {"topk_method": "noaux_tc"}, experts=True, engine=CPU_MLA),
+    Architecture("DeepseekV2", FEW | MLA, experts=True, engine=CPU_MLA, exact=False),
+    Architecture("DeepseekV3", FEW | LATENT, experts=True, engine=CPU_MLA, exact=False),
+    Architecture("Glm4MoeLite", FEW | LATENT, experts=True, engine=CPU_MLA, exact=False),
     moe("HunYuanMoEV1", **HEAD, num_experts=4, moe_topk=2),
     moe("GraniteMoeShared", num_local_experts=4, shared_intermediate_size=64),
 )  # fmt: skip
@@ -231,64 +240,68 @@ NEMOTRON: dict[str, Any] = {
     "head_dim": 32, "mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2, "conv_kernel": 4,
     "chunk_size": 64, "num_hidden_layers": 3,
 }  # fmt: skip
-LATENT: dict[str, Any] = MLA | {
-    "q_lora_rank": 32, "n_shared_experts": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
-}  # fmt: skip
 BLOCKS: dict[str, Any] = {"layer_types": ["conv", "full_attention"], "conv_dim": 128, "block_dim": 128}
 
 
+TRITON = "its layers call Triton (`triton.set_allocator`)"
+GATELESS = "experts without a gate (`is_act_and_mul=False is supported only for CUDA, XPU and ROCm`)"
+SCAN = "Mamba-1 (`selective_scan_fwd` has no kernel)"
+
+
 def hybrid(
-    name: str, config: str = "", label: str = "", *, cpu: bool = False, bare: str = "none", **sizes: Any
+    name: str, config: str = "", label: str = "", *, why: str = "", bare: str = "none", **sizes: Any
 ) -> Architecture:
     experts = bool({"num_experts", "n_routed_experts", "num_local_experts"} & {k for k, v in sizes.items() if v})
     return Architecture(
-        name, FEW | sizes if experts else sizes, config, experts, label=label or name, kind="hybrid", gpu=True, cpu=cpu,
-        dtype="bfloat16" if "linear_num_value_heads" in sizes else "float32", bare=bare,
+        name, FEW | sizes if experts else sizes, config, experts, label=label or name, kind="hybrid", gpu=True,
+        cpu=not why, why=why, dtype="bfloat16" if "linear_num_value_heads" in sizes else "float32", bare=bare,
     )  # fmt: skip
 
 
 HYBRIDS: tuple[Architecture, ...] = (
-    hybrid("Qwen3Next", cpu=True, **GDN, **EXPERTS, **SHARED, partial_rotary_factor=0.25),
-    hybrid("Qwen3_5", "Qwen3_5Text", "Qwen3.5, text", cpu=True, **GDN, rope_parameters=ROPE35),
-    hybrid("Qwen3_5Moe", "Qwen3_5MoeText", "Qwen3.5-MoE, text", cpu=True, **GDN, **EXPERTS, **SHARED,
+    hybrid("Qwen3Next", **GDN, **EXPERTS, **SHARED, partial_rotary_factor=0.25),
+    hybrid("Qwen3_5", "Qwen3_5Text", "Qwen3.5, text", **GDN, rope_parameters=ROPE35),
+    hybrid("Qwen3_5Moe", "Qwen3_5MoeText", "Qwen3.5-MoE, text", **GDN, **EXPERTS, **SHARED,
            rope_parameters=ROPE35),
-    hybrid("OlmoHybrid", cpu=True, layer_types=["linear_attention", "full_attention"], linear_num_value_heads=4,
+    hybrid("OlmoHybrid", why=TRITON, layer_types=["linear_attention", "full_attention"], linear_num_value_heads=4,
            linear_num_key_heads=4, linear_key_head_dim=32, linear_value_head_dim=32),
-    hybrid("NemotronH", label="Nemotron-H", cpu=True, bare="out_proj", **NEMOTRON,
+    hybrid("NemotronH", label="Nemotron-H", bare="out_proj", **NEMOTRON,
            layers_block_type=["mamba", "attention", "mlp"]),
-    hybrid("NemotronH", label="Nemotron-H, MoE", bare="out_proj", **NEMOTRON,
+    hybrid("NemotronH", label="Nemotron-H, MoE", why=GATELESS, bare="out_proj", **NEMOTRON,
            layers_block_type=["mamba", "attention", "moe"], n_routed_experts=4, moe_intermediate_size=64,
            moe_shared_expert_intermediate_size=64, n_shared_experts=1, n_group=1, topk_group=1),
-    hybrid("GraniteMoeHybrid", label="Granite 4", cpu=True, **MAMBA2, layer_types=["mamba", "attention"],
+    hybrid("GraniteMoeHybrid", label="Granite 4", **MAMBA2, layer_types=["mamba", "attention"],
            mamba_expand=2, num_local_experts=4, shared_intermediate_size=64),
-    hybrid("FalconH1", label="Falcon-H1", bare="out_proj", **HEAD, **MAMBA2, mamba_d_ssm=256, mamba_chunk_size=64),
-    hybrid("Bamba", **MAMBA2, attn_layer_indices=[1], mamba_expand=2),
-    hybrid("Jamba", bare="dt_proj", attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2,
+    hybrid("FalconH1", label="Falcon-H1", why="?", bare="out_proj", **HEAD, **MAMBA2, mamba_d_ssm=256,
+           mamba_chunk_size=64),
+    hybrid("Jamba", why=SCAN, bare="dt_proj", attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2,
            expert_layer_offset=1, num_experts=4, mamba_d_state=16, mamba_d_conv=4, mamba_expand=2, mamba_dt_rank=8,
            use_mamba_kernels=False),
-    hybrid("Lfm2", cpu=True, **BLOCKS, block_ff_dim=256, block_multiple_of=64, block_ffn_dim_multiplier=1.0,
+    hybrid("Lfm2", **BLOCKS, block_ff_dim=256, block_multiple_of=64, block_ffn_dim_multiplier=1.0,
            block_auto_adjust_ff_dim=False),
-    hybrid("Lfm2Moe", label="Lfm2-MoE", cpu=True, **BLOCKS, num_experts=4, moe_intermediate_size=64,
+    hybrid("Lfm2Moe", label="Lfm2-MoE", **BLOCKS, num_experts=4, moe_intermediate_size=64,
            num_dense_layers=1),
-    hybrid("Mamba", bare="out_proj|dt_proj", state_size=16),
-    hybrid("KimiLinear", label="Kimi-Linear", **{k: v for k, v in MLA.items() if "group" not in k}, num_local_experts=4,
-           n_shared_experts=1, linear_num_heads=4, linear_head_dim=128, moe_layer_freq=1,
+    hybrid("Mamba", why=SCAN, bare="out_proj|dt_proj", state_size=16),
+    hybrid("KimiLinear", label="Kimi-Linear", why="?", **{k: v for k, v in MLA.items() if "group" not in k},
+           num_local_experts=4, n_shared_experts=1, linear_num_heads=4, linear_head_dim=128, moe_layer_freq=1,
            layer_types=["linear_attention", "full_attention"], mla_use_nope=True, linear_attn_config={
                "kda_layers": [1], "full_attn_layers": [2], "head_dim": 128, "num_heads": 4, "short_conv_kernel_size": 4,
            }),
 )  # fmt: skip
 LATENT_ATTENTION: tuple[Architecture, ...] = tuple(
-    Architecture(name, FEW | LATENT, experts=True, label=label, gpu=True, cpu=False, engine=engine)
-    for name, label, engine in (
-        ("DeepseekV3", "DeepSeek-V3", {}),
-        ("DeepseekV3", "DeepSeek-V3, FP8 cache", {"kv_cache_dtype": "fp8"}),
-        ("Glm4MoeLite", "GLM-4.7-Flash", {}),
+    Architecture(name, FEW | LATENT, experts=True, label=label, gpu=True, cpu=False, why=why, engine=engine)
+    for name, label, why, engine in (
+        ("DeepseekV3", "DeepSeek-V3", "its own kernels; `CPU_MLA` is the row DeepseekV3", {}),
+        ("DeepseekV3", "DeepSeek-V3, FP8 cache", "a cache of FP8 for latent attention", {"kv_cache_dtype": "fp8"}),
+        ("Glm4MoeLite", "GLM-4.7-Flash", "its own kernels; `CPU_MLA` is the row Glm4MoeLite", {}),
     )
 )
 SPARSE: tuple[Architecture, ...] = (
     Architecture("MiniMaxM2", FEW | HEAD | {
         "num_local_experts": 4, "intermediate_size": 64, "rotary_dim": 16, "partial_rotary_factor": 0.5,
         "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True,
-    }, experts=True, label="MiniMax-M2", gpu=True),
-    Architecture("GptOss", FEW | HEAD | {"num_local_experts": 4}, experts=True, label="gpt-oss", gpu=True, cpu=False),
+    }, experts=True, label="MiniMax-M2", gpu=True, cpu=False,
+       why='a router of sigmoids without groups (`assert self.scoring_func == "softmax"`)'),
+    Architecture("GptOss", FEW | HEAD | {"num_local_experts": 4}, experts=True, label="gpt-oss", gpu=True, cpu=False,
+                 why="its own kernels; a CPU's are the row GptOss"),
 )  # fmt: skip

@@ -322,5 +322,5 @@ SEEN: Sequence[Architecture] = (
     _internvl(),
     _glm(False),
     _glm(True),
-    qwen2_5_vl("Qwen2.5-VL-7B, whole", WHOLE, WHOLE_VISION, cpu=False),
+    qwen2_5_vl("Qwen2.5-VL-7B, whole", WHOLE, WHOLE_VISION, cpu=False, why="8 billion weights"),
 )  # fmt: skip

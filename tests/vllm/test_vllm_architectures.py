@@ -30,6 +30,14 @@ def test_the_table_is_of_the_record(record: Path) -> None:
     assert made.stdout.strip() in (ROOT / "docs" / "architectures.md").read_text()
 
 
+def test_who_is_tried_on_a_gpu_alone_says_why() -> None:
+    made = python("-c", "import architectures as a; print(a.alone(), all(x.why for x in a.ARCHITECTURES if not x.cpu))")
+    assert made.returncode == 0, made.stderr
+    told, _, all_say = made.stdout.strip().rpartition(" ")
+    assert all_say == "True"
+    assert told in (ROOT / "docs" / "architectures.md").read_text()
+
+
 @pytest.mark.parametrize("name", ["Olmo2", "GPT2LMHeadModel"])
 def test_a_push_is_right(name: str, tmp_path: Path) -> None:
     """One of vLLM's Transformers backend, in another process; one whose weights lie the other way round."""

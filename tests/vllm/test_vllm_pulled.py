@@ -256,6 +256,24 @@ def test_the_engine_merges_onto_a_base_that_was_read(wide: Any) -> None:
             train(model, step)
 
 
+def test_adapters_that_transformers_added(wide: Any) -> None:
+    """`model.add_adapter`: PEFT's layers without its wrapper; merged here, in the engine, and beside the base."""
+    torch.manual_seed(7)
+    model = engines.qwen2().eval()
+    model.add_adapter(LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, **DENSE))
+    ways: tuple[dict[str, Any], ...] = ({"merge": "trainer"}, {"merge": "engine"}, {"mode": "adapter"})
+    for step, options in enumerate(ways):
+        with closing(VllmSync(model, wide, **options)) as sync:
+            for again in range(2):
+                train(model, 2 * step + again)
+                sync.push()
+                outputs = ask(wide, sync.lora_request())
+                assert_answers(outputs, model)
+    model.disable_adapters()
+    with pytest.raises(AssertionError):
+        assert_answers(outputs, model)
+
+
 def test_stochastic_rounding_has_the_same_bits_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of tensors without an adapter, of which each worker reads a part."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")

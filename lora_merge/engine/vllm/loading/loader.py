@@ -216,7 +216,7 @@ class Loader(loader.Loader):
                         "the engine's attention backend packed this weight and dropped it, which vLLM cannot reload: "
                         'start the engine with attention_backend="CPU_MLA"'
                     )
-            elif hasattr(module, _HOOK) and hasattr(module, "load_weights"):
+            elif hasattr(module, _HOOK) and hasattr(module, "load_weights") and not _makes_nothing(module):
                 why[path or type(module).__name__] = (
                     f"{type(module).__name__}.{_HOOK} makes something of all its weights when the engine starts, and "
                     "vLLM does not make it again after a reload: start a new engine on a checkpoint instead"
@@ -360,6 +360,14 @@ def _deferred(module: nn.Module) -> bool:
 def _derived(modules: Modules) -> list[Any]:
     """Return attention layers whose hook may keep something made of weights: MLA's matrices, sinks in float32."""
     return [module for module in modules if _deferred(module) and not _keeps_nothing(module)]
+
+
+def _makes_nothing(model: nn.Module) -> bool:
+    """Return True for Kimi-Linear, and Kimi-K3's language model, whose hook (vLLM 0.32) does nothing but to lay experts
+    out for one kernel, where no layer runs that."""
+    return type(model).__name__ == "KimiLinearForCausalLM" and not any(
+        getattr(module, "use_mega_moe", False) for module in model.modules()
+    )
 
 
 def _keeps_nothing(layer: Any) -> bool:
