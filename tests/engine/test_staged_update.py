@@ -15,6 +15,7 @@ from lora_merge.engine.control.calls import drive
 from lora_merge.engine.payload.spec import ReceivedUpdate, UpdateSpec
 from lora_merge.engine.push.replica import Replica
 from lora_merge.engine.push.sequence import EngineSequence
+from lora_merge.engine.state import State
 from lora_merge.engine.worker import commands, staging
 from lora_merge.engine.worker.staging import Staging
 from tests.engine.test_steps import UPDATE, Engine, replica
@@ -106,7 +107,7 @@ def push(engine: Engine) -> tuple[Replica, str]:
     one, steps, error = replica(engine), EngineSequence("mine", "keep"), ""
 
     async def go() -> None:
-        await steps.pause(one, "merged")
+        await steps.pause(one, "merged", brought=State("merged", 1))
         await steps.stage(one, steps.make_call("stage_update"))
         await steps.finish(one, UPDATE, name="v", ends=True, resets=True)
 

@@ -126,7 +126,7 @@ def push(one: Replica, steps: EngineSequence, *, written: bool = False, merges: 
     """A push into one engine, as `Pusher` makes it; the error of its steps."""
 
     async def go() -> None:
-        await steps.pause(one, "merged")
+        await steps.pause(one, "merged", brought=State("merged", 1))
         if written:
             await steps.make(one, [steps.make_call("begin_full")], begins=True)
             await steps.settle(one, DONE, None, name="v", begins=True, commits=False, ends=False)
@@ -232,16 +232,16 @@ def test_requests_that_a_user_has_kept_do_not_go_on_in_another_mode(pause: str) 
     """They would, on the bare base, when that user resumes."""
     one = replica(engine := Engine(paused=True))
     with pytest.raises(PushRefused, match="mode 'merged' and was paused by somebody else"):
-        drive(EngineSequence("mine", pause).pause(one, "adapter"))
+        drive(EngineSequence("mine", pause).pause(one, "adapter", brought=State("adapter", 1)))
     assert not one.begun
     assert engine.messages == [["stands"]]
     assert engine.still
     slept = replica(Engine(paused=True))
     drive(
-        EngineSequence("mine", pause).pause(slept, "adapter", {0: 1})
+        EngineSequence("mine", pause).pause(slept, "adapter", {0: 1}, brought=State("adapter", 1))
     )  # vLLM says so of an engine that a push woke, too
     works_in_calls = replica(Actor(paused=True))
-    drive(EngineSequence("mine", pause).pause(works_in_calls, "adapter"))
+    drive(EngineSequence("mine", pause).pause(works_in_calls, "adapter", brought=State("adapter", 1)))
 
 
 @pytest.mark.parametrize("shape", [{}, {"written": True}, {"merges": True}])
@@ -363,7 +363,7 @@ def test_a_prefix_cache_that_cannot_be_reset_ends_the_message() -> None:
 def test_an_engine_that_was_never_asked_is_not_paused() -> None:
     """A rank of the trainer failed before."""
     one, steps = replica(engine := Engine()), EngineSequence("mine", "keep")
-    drive(steps.pause(one, "merged"))
+    drive(steps.pause(one, "merged", brought=State("merged", 1)))
     one.error = "another rank's"
     drive(steps.go_on(one, {}))
     assert engine.messages == [["end"]]

@@ -153,7 +153,7 @@ def test_which_requests_end_where_tenants_change(
         known = {"served_tenants": list(before), "state": held, "paused": held["kind"] == "dirty"}
         one = Replica(0, Noting(), [worker(**known)])
         steps = EngineSequence("mine", pause)
-        drive(steps.pause(one, "merged", tenants=after))
+        drive(steps.pause(one, "merged", brought=State("merged", 1, tenants=after)))
         drive(steps.make(one, []))
         dirty = held["kind"] == "dirty"  # what is half written computes nothing any more
         ends = "abort" if dirty or pause == "abort" else "wait"
@@ -162,7 +162,7 @@ def test_which_requests_end_where_tenants_change(
     if stale is not None:
         one = Replica(0, Engine(paused=True), [worker(served_tenants=list(before), state=state)])
         with pytest.raises(PushRefused, match=r"tenants hot, a, b and was paused .* changes the tenants"):
-            drive(EngineSequence("mine", pause).pause(one, "merged", tenants=after))
+            drive(EngineSequence("mine", pause).pause(one, "merged", brought=State("merged", 1, tenants=after)))
     if stale is not None and stale[0]:
 
         class Actor(Engine):
@@ -170,10 +170,10 @@ def test_which_requests_end_where_tenants_change(
 
         one = Replica(0, Actor(), [worker(served_tenants=list(before), state=state)])
         with pytest.raises(PushRefused, match=f"tenant 'hot' merged, .* while '{after[0]}' takes its place"):
-            drive(EngineSequence("mine", pause).pause(one, "merged", tenants=after))
+            drive(EngineSequence("mine", pause).pause(one, "merged", brought=State("merged", 1, tenants=after)))
         assert not one.queued_calls
     to_adapter = Replica(0, Engine(), [worker(served_tenants=list(before), state=state)])
-    drive(EngineSequence("mine", pause).pause(to_adapter, "adapter"))
+    drive(EngineSequence("mine", pause).pause(to_adapter, "adapter", brought=State("adapter", 7)))
     assert len(_end_wrong_mode_requests(to_adapter)) == 1 + bool(before), "requests without an adapter, and tenants'"
 
 

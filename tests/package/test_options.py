@@ -16,7 +16,7 @@ from lora_merge import InvalidInput, choices
 from lora_merge.integrations.options import Options
 from lora_merge.kernels.checks import check_dtype
 
-FREE = {"base", "folder", "key", "name", "path", "part", "device", "max_shard_size", "shard_size"}
+FREE = {"base", "folder", "hottest", "key", "name", "path", "part", "device", "max_shard_size", "shard_size", "tenant"}
 """Options that take any text."""
 RESULTS = {"Delta", "Saved", "SyncReport"}
 """Classes that no user makes objects of."""
