@@ -99,11 +99,16 @@ class VersionPusher(Pusher):
                 with report.timed("switch"):
                     await trainer.each(replicas, partial(self._switch, state=state))
                     await trainer.share(replicas)
-        except BaseException:
+        except BaseException:  # interrupted, perhaps on this rank alone
             await self._take_back(replicas, state, slept, switching)
             raise
         if any(replica.error for replica in replicas):
-            raise await self._take_back(replicas, state, slept, switching)
+            causes = {replica.index: replica.error for replica in replicas if replica.error}
+            stuck: dict[int, str] = {}
+            for known in await trainer.gather(await self._take_back(replicas, state, slept, switching)):
+                stuck |= known
+            await trainer.close()
+            raise _taken_back(state, causes, stuck)
         self._floor, self._pushed, self._mode = report.version, state, report.mode
         stay = [[*replica.kept, state][-self._keep :] for replica in replicas]
         self._versions = tuple(version for version in stay[0] if all(version in kept for kept in stay))
@@ -147,11 +152,14 @@ class VersionPusher(Pusher):
 
     async def _take_back(
         self, replicas: Sequence[Replica], state: State, slept: Mapping[int, int], switching: bool
-    ) -> LoraMergeError:
-        """Have every engine drop a version that not all of them have, and return the error for it.
+    ) -> dict[int, str]:
+        """Have the engines whose handles are here drop a version that not all have.
 
         Args:
             switching: whether some may have added it.
+
+        Returns:
+            why engines could not, by index.
         """
         stuck: dict[int, str] = {}
 
@@ -166,24 +174,30 @@ class VersionPusher(Pusher):
             except Exception as error:
                 stuck[replica.index] = error_text(error)
 
-        causes = {replica.index: replica.error for replica in replicas if replica.error}
         await self._trainer.each(replicas, back, failed=True)
-        for known in await self._trainer.gather(stuck):
-            stuck |= known
         for replica in replicas:
             replica.error = replica.error or "another engine failed"  # those that slept sleep again
         await self._trainer.each(replicas, partial(self._sequence.go_on, slept=slept), failed=True)
-        await self._trainer.close()
-        said = "; ".join(f"engine {index}: {error}" for index, error in causes.items())
-        if stuck:
-            whose = ", ".join(f"engine {index} ({error})" for index, error in stuck.items())
-            return PushFailed(
-                f"{said}. Version {state.version} was taken back, but not in {whose}, of which it is not known what it "
-                "answers with. Start an engine that has died anew, and push again"
-            )
-        return PushRefused(
-            f"{said}. Version {state.version} was taken back: every engine answers with what it held before. Push again"
+        return stuck
+
+
+def _taken_back(state: State, causes: Mapping[int, str], stuck: Mapping[int, str]) -> LoraMergeError:
+    """Return the error for a version that not all engines have.
+
+    Args:
+        causes: what failed, by index of the engine.
+        stuck: why engines could not drop it.
+    """
+    said = "; ".join(f"engine {index}: {error}" for index, error in causes.items())
+    if stuck:
+        whose = ", ".join(f"engine {index} ({error})" for index, error in stuck.items())
+        return PushFailed(
+            f"{said}. Version {state.version} was taken back, but not in {whose}, of which it is not known what it "
+            "answers with. Start an engine that has died anew, and push again"
         )
+    return PushRefused(
+        f"{said}. Version {state.version} was taken back: every engine answers with what it held before. Push again"
+    )
 
 
 class _VersionRun(TransferRun):
