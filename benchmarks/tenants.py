@@ -84,7 +84,7 @@ def adapters(args: argparse.Namespace) -> Any:
     """A model with as many adapters as there are tenants at the most."""
     from peft import LoraConfig
 
-    model = sync.build_policy(args.shape, args.rank, args.device, args.layers, experts=False)
+    model: Any = sync.build_policy(args.shape, args.rank, args.device, args.layers, experts=False)
     targets = sorted(model.peft_config["default"].target_modules)
     for index in range(1, max(args.tenants)):
         config = LoraConfig(r=args.rank, target_modules=targets, init_lora_weights=False)
