@@ -193,8 +193,8 @@ def test_what_is_refused_by_name(llm: Any) -> None:
         assert sync.states() == held, "nothing was written"
 
     refused(r"'c' beside the merged 'hot' has rank 17 .*max_lora_rank 16.*max_lora_rank=32", r=13)
-    refused("tenant 'c': .*DoRA", UnsupportedAdapter, use_dora=True)
-    refused("tenant 'c': .*lora_bias", UnsupportedAdapter, lora_bias=True)
+    refused(r"tenants \(seen at 'c'\): .*DoRA", UnsupportedAdapter, use_dora=True)
+    refused(r"tenants \(seen at 'c'\): .*lora_bias", UnsupportedAdapter, lora_bias=True)
     refused("tenant 'c': vLLM has no LoRA layer for lm_head", target_modules=["lm_head"])
     refused("ModulesToSave", UnsupportedAdapter, modules_to_save=["norm"])
     refused("there is no adapter 'd'", InvalidInput, names=("hot", "d"))
