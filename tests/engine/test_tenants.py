@@ -21,6 +21,7 @@ from lora_merge.engine.payload.base import Terms
 from lora_merge.engine.payload.tenants import (
     TenantsSource,
     module_of,
+    nothing,
     own_name,
     rank_of,
     relative,
@@ -107,6 +108,37 @@ def test_relative_factors_are_the_difference(dtype: torch.dtype) -> None:
             bound = (2 * unit + unit**2 + 2**-23) * (size + of_hot) + 1e-30
             assert ((b @ a - (wanted - hot)).abs() <= bound).all(), (name, module)
     assert side_by_side({"x": 3, "y": 9}, {"x": 4, "z": 2}) == 9
+
+
+def test_merged_weights_and_a_slot_compute_a_tenants_own_policy() -> None:
+    """As an engine does, in float32: the merged weights, and beside each layer the product of what lies in its slot."""
+    policy = model()
+    for name, parameter in policy.named_parameters():
+        if "_B" in name:
+            parameter.data *= 0.02  # to the size of the base: of what is added and taken off, the rounding stays
+    merged, *others = received(TenantsSource(NAMES, sources(policy, torch.float32)))
+    served = models.qwen2()
+    served.load_state_dict(dict(MergedWeights(policy, adapter_names=["hot"])))
+    ids = torch.arange(3, 40)[None]
+
+    def slot(a: Tensor, b: Tensor) -> Any:
+        return lambda layer, args, out: (
+            out + (a.T[args[0]] @ b.T if isinstance(layer, torch.nn.Embedding) else args[0] @ a.T @ b.T)
+        )
+
+    for name, own in zip(NAMES, [merged, *others], strict=True):
+        made, hooks = nothing(merged) if name == "hot" else relative(own, merged), []
+        for module in {module_of(factor) for factor in made}:
+            kind = "lora_embedding_{}" if "embed" in module else "lora_{}.weight"
+            a, b = (made[f"{module}.{kind.format(which)}"] for which in "AB")
+            hooks.append(served.get_submodule(module).register_forward_hook(slot(a, b)))
+        policy.base_model.set_adapter(name)
+        with torch.no_grad():
+            got, wanted = served.eval()(ids).logits, policy.eval()(ids).logits
+        for hook in hooks:
+            hook.remove()
+        # Logits of this size out of some ten layers' sums, each rounded in its own order.
+        assert (got - wanted).abs().max() < 2e-5 * wanted.abs().max(), name
 
 
 def test_a_layout_of_many_tenants_is_said_once() -> None:

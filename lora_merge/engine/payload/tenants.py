@@ -108,6 +108,11 @@ def side_by_side(own: Mapping[str, int], merged: Mapping[str, int]) -> int:
     return max((own.get(module, 0) + merged.get(module, 0) for module in {**own, **merged}), default=0)
 
 
+def nothing(merged: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the merged adapter relative to itself, as zeros of rank 1: vLLM takes no adapter without modules."""
+    return {name: torch.zeros_like(one[:1] if name.endswith(_A) else one[:, :1]) for name, one in merged.items()}
+
+
 def relative(own: Mapping[str, Tensor], merged: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return an adapter relative to another one, which is merged: lora_A `[r_t + r_h, in]` and lora_B
     `[out, r_t + r_h]` of each module that one of them adapts.

@@ -143,7 +143,7 @@ class TenantNegotiator:
                 known = self._known[name] = writer, dtype, AdapterSource(stream, writer, dtype)
             except UnsupportedAdapter as error:
                 why = str(error).partition("; push with mode=")[0]
-                raise UnsupportedAdapter(f"tenant {name!r}: {why}{_ALONE}") from None
+                raise UnsupportedAdapter(f"tenants (seen at {name!r}): {why}{_ALONE}") from None
         if not known[2].modules:
             raise PushRefused(f"tenant {name!r} adapts nothing that an engine could serve as an adapter")
         return known[2]

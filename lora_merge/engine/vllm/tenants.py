@@ -8,12 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from ...stream.buckets import Slot, dtype_name
-from ..payload.tenants import own_name, rank_of, relative, tables_of
+from ..payload.tenants import nothing, own_name, rank_of, relative, tables_of
 from ..state import State
 from ..tenants import is_tenant_id, tenant_id
 from ..transport.base import Received
 from ..worker.session import WorkerSession
-from . import internals
 from .adapter import adapter_of
 from .kept_adapters import OPERATIONS
 
@@ -69,7 +68,7 @@ def receive_tenants(
         own = {own_name(slot): slot.view(received.data) for slot in slots}
         if received.index == 0:
             merged.update({name: factor.clone() for name, factor in own.items()})
-            load_nothing(manager, brought.tenants[0])
+            load_nothing(manager, brought.tenants[0], merged)
         elif not merged:
             raise RuntimeError("the merged tenant's factors have to come first")
         else:
@@ -93,10 +92,9 @@ def load_tenant(manager: Any, name: str, own: dict[str, Tensor], merged: dict[st
         manager._adapter_manager.activate_adapter(tenant_id(name))
 
 
-def load_nothing(manager: Any, name: str) -> None:
-    """Load the merged tenant relative to itself, an adapter of no module: requests that began when it was not merged
-    name its id."""
-    _put(manager, internals.LoRAModel(tenant_id(name), 1, {}))
+def load_nothing(manager: Any, name: str, merged: dict[str, Tensor]) -> None:
+    """Load the merged tenant relative to itself: requests that began when it was not merged name its id."""
+    _put(manager, adapter_of(manager, tenant_id(name), nothing(merged), 1))
 
 
 def _put(manager: Any, model: Any) -> None:
