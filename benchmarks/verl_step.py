@@ -178,6 +178,7 @@ def environment(args: argparse.Namespace, folder: Path, way: str) -> dict[str, s
             "VERL_ENGINE_DEVICE": "cuda",  # whose engines verl has
             "VERL_ENGINE_VENDOR": "nvidia",
             "OMP_NUM_THREADS": "1",
+            "RAY_prestart_worker_first_driver": "0",  # one for each of `num_cpus`, which are not there
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_PLUGINS": "lora_merge",  # vLLM's own wants torchvision
@@ -286,7 +287,7 @@ def main() -> None:
     parser.add_argument("--gpu-memory", type=float, default=0.4, help="share that vLLM may take (default %(default)s)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="default: all")
     parser.add_argument("--set", nargs="*", default=[], metavar="FLAG=VALUE", help="more flags of verl's")
-    parser.add_argument("--limit", type=float, default=400, help="seconds of one way (default %(default)s)")
+    parser.add_argument("--limit", type=float, default=600, help="seconds of one way (default %(default)s)")
     parser.add_argument("--seconds", type=float, default=440, help="begin no other way after (default %(default)s)")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep what the runs print here")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")

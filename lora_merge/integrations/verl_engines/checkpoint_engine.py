@@ -38,9 +38,9 @@ class Receiving:
         self._store, self._name = store, name
 
     def __iter__(self) -> NoReturn:
-        raise TrainerRefused(
-            f"{NAME} is for rollouts of vLLM: set actor_rollout_ref.rollout.name=vllm, or another backend"
-        )
+        reason = f"{NAME} is for rollouts of vLLM: set actor_rollout_ref.rollout.name=vllm, or another backend"
+        self._store.set(self._name, _packed(reason))
+        raise TrainerRefused(reason)
 
     async def end(self, server: Any) -> None:
         """Tell the trainer of this rank's server, and wait for the push.
@@ -54,7 +54,7 @@ class Receiving:
         await asyncio.to_thread(self._wait, server)
 
     def _wait(self, server: Any) -> None:
-        self._store.set(self._name, base64.b64encode(pickle.dumps(server)).decode())
+        self._store.set(self._name, _packed(server))
         self._store.wait(["done"], LIMIT)
         if error := self._store.get("done").decode():
             raise RuntimeError(f"the trainer's push failed: {error}")
@@ -113,7 +113,7 @@ class LoraMergeCheckpointEngine(CheckpointEngine):
         """Push the trainer's weights into the rollouts' servers. Collective over the trainer's ranks.
 
         Raises:
-            TrainerRefused: the weights are not merged ones.
+            TrainerRefused: the weights are not merged ones, or the rollouts are not vLLM's.
             PushFailed, PushRefused: as `VllmSync.push`.
         """
         assert self._store is not None
@@ -121,14 +121,7 @@ class LoraMergeCheckpointEngine(CheckpointEngine):
         try:
             if not isinstance(weights, Pass):
                 raise TrainerRefused(f"{NAME} is for merged weights: set {FLAG}, or another backend")
-            found = [f"server/{rank}" for rank in range(self._rollouts)]
-            await asyncio.to_thread(self._store.wait, found, LIMIT)
-            servers = [
-                server
-                for name in found
-                if (server := pickle.loads(base64.b64decode(self._store.get(name)))) is not None
-            ]
-            weights.push(self._sync_of(weights, servers))
+            weights.push(self._sync_of(weights, await self._servers()))
             error = ""
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
@@ -143,6 +136,16 @@ class LoraMergeCheckpointEngine(CheckpointEngine):
         """Return what the rollout's adapter (`LoraMergeServerAdapter`) waits with."""
         assert self._store is not None
         return Receiving(self._store, f"server/{self._rank}")
+
+    async def _servers(self) -> list[Any]:
+        """Return the handles of all servers, as soon as every rollout's worker has told of its own."""
+        assert self._store is not None
+        found = [f"server/{rank}" for rank in range(self._rollouts)]
+        await asyncio.to_thread(self._store.wait, found, LIMIT)
+        told = [pickle.loads(base64.b64decode(self._store.get(name))) for name in found]
+        if refused := [reason for reason in told if isinstance(reason, str)]:
+            raise TrainerRefused(refused[0])
+        return [server for server in told if server is not None]
 
     def _sync_of(self, weights: Pass, servers: list[Any]) -> VllmSync:
         """Return the sync, kept as long as the model and the servers are the same. Collective."""
@@ -164,3 +167,7 @@ class LoraMergeCheckpointEngine(CheckpointEngine):
             )
             self._of = stream.weights.model, names
         return self._sync
+
+
+def _packed(value: Any) -> str:
+    return base64.b64encode(pickle.dumps(value)).decode()

@@ -97,6 +97,7 @@ def train(place: Path, steps: int, *more: str, entry_points: Path, **changes: st
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": "lora_merge",
         "RAY_DEDUP_LOGS": "0",
+        "RAY_prestart_worker_first_driver": "0",  # one for each of `num_cpus`, which are not there
         "HYDRA_FULL_ERROR": "1",
     }
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments(place, steps, *more)]

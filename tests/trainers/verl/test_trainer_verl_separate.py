@@ -59,6 +59,8 @@ def test_a_push_that_fails_is_heard_by_those_who_wait() -> None:
                     one.result(60)
         with pytest.raises(TrainerRefused, match=r"rollout\.name=vllm"):
             iter(rollouts[0].receive_weights())
+        with pytest.raises(TrainerRefused, match=r"rollout\.name=vllm"):  # nor does the trainer wait for it
+            asyncio.run(trainers[0]._servers())
         for engine in (*rollouts, *reversed(trainers)):
             engine.finalize()
 
@@ -82,6 +84,7 @@ def test_separate_rollouts_are_pushed_into(place: Path, entry_points: Path) -> N
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": "lora_merge",
         "RAY_DEDUP_LOGS": "0",
+        "RAY_prestart_worker_first_driver": "0",
         "HYDRA_FULL_ERROR": "1",
     }
     given = [one for one in arguments(place, 2) if not re.search(r"num_gpus=|save_freq|n_gpus_per_node", one)]
