@@ -272,7 +272,7 @@ HYBRIDS: tuple[Architecture, ...] = (
            moe_shared_expert_intermediate_size=64, n_shared_experts=1, n_group=1, topk_group=1),
     hybrid("GraniteMoeHybrid", label="Granite 4", **MAMBA2, layer_types=["mamba", "attention"],
            mamba_expand=2, num_local_experts=4, shared_intermediate_size=64),
-    hybrid("FalconH1", label="Falcon-H1", why="?", bare="out_proj", **HEAD, **MAMBA2, mamba_d_ssm=256,
+    hybrid("FalconH1", label="Falcon-H1", why="not tried there", bare="out_proj", **HEAD, **MAMBA2, mamba_d_ssm=256,
            mamba_chunk_size=64),
     hybrid("Jamba", why=SCAN, bare="dt_proj", attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2,
            expert_layer_offset=1, num_experts=4, mamba_d_state=16, mamba_d_conv=4, mamba_expand=2, mamba_dt_rank=8,
@@ -282,7 +282,7 @@ HYBRIDS: tuple[Architecture, ...] = (
     hybrid("Lfm2Moe", label="Lfm2-MoE", **BLOCKS, num_experts=4, moe_intermediate_size=64,
            num_dense_layers=1),
     hybrid("Mamba", why=SCAN, bare="out_proj|dt_proj", state_size=16),
-    hybrid("KimiLinear", label="Kimi-Linear", why="?", **{k: v for k, v in MLA.items() if "group" not in k},
+    hybrid("KimiLinear", label="Kimi-Linear", why="not tried there", **{k: v for k, v in MLA.items() if "group" not in k},
            num_local_experts=4, n_shared_experts=1, linear_num_heads=4, linear_head_dim=128, moe_layer_freq=1,
            layer_types=["linear_attention", "full_attention"], mla_use_nope=True, linear_attn_config={
                "kda_layers": [1], "full_attn_layers": [2], "head_dim": 128, "num_heads": 4, "short_conv_kernel_size": 4,

@@ -26,8 +26,9 @@ from lora_merge import MergedWeights, VllmSync
 if importlib.util.find_spec("megatron") is None:  # which is not to be imported before `megatron_kinds`
     pytest.skip("takes megatron-core", allow_module_level=True)
 PROMPTS = [[(7 * i + 11 * p) % 100 + 1 for i in range(12)] for p in range(4)]
-TOLERANCE = 2e-5
-"""Of log-probs in float32; see `test_vllm_megatron`."""
+TOLERANCE = {"qwen2_5_vl": 2e-5, "qwen3_vl": 2e-5, "nemotron_h": 2e-4}
+"""Of log-probs in float32, where it is not 6e-5, for models with experts; see `test_vllm_megatron`. Mamba's states are
+sums over all tokens so far, which each of the forwards takes in its own order: 7.2e-5 was seen without an engine."""
 MEDIAN = 0.1
 """Of the errors of log-probs where these are not exact; see `test_vllm_megatron`. A fresh engine says the same bits."""
 NOT_EXACT = ("deepseek_v3", "qwen3_next")
@@ -50,6 +51,7 @@ def work(rank: int, folder: Path, kind: str, grid: dict[str, int], options: dict
     if options != GATELESS:
         os.environ["EXPERTS_ANEW"] = "1"  # laid out as vLLM's CPU kernels read them
     dtype, exact = dtype_of(kind), kind not in NOT_EXACT
+    tolerance = TOLERANCE.get(kind, 6e-5)
     hf = hf_kinds.hf_model(kind, dtype, larger=True)
     options = {"worker_extension_cls": "sliced_weights.Sliced"} | options
     with engines.engine(hf, folder, processes=True, **options) if rank == 0 else nullcontext() as llm:
@@ -74,19 +76,19 @@ def work(rank: int, folder: Path, kind: str, grid: dict[str, int], options: dict
             asked, seen = [said(outputs)], see(one, folder)
             errors, before = (engines.log_prob_errors(outputs, model, PROMPTS) for model in (policy, hf))
             if exact:
-                engines.assert_answers(outputs, policy, PROMPTS, tolerance=TOLERANCE)
-                assert before.max() > 100 * TOLERANCE, "nothing was trained"
+                engines.assert_answers(outputs, policy, PROMPTS, tolerance=tolerance)
+                assert before.max() > 100 * tolerance, "nothing was trained"
             else:
                 assert errors.median() < MEDIAN < before.median()
             for output in seen:
                 assert (
-                    image_error(output, policy, folder) < TOLERANCE < 100 * TOLERANCE < image_error(output, hf, folder)
+                    image_error(output, policy, folder) < tolerance < 100 * tolerance < image_error(output, hf, folder)
                 )
         dist.broadcast_object_list(asked)
         tokens, log_probs = asked[0]
         trained = mk.log_probs(kind, chunks, torch.tensor(PROMPTS), tokens, hf.config.get_text_config().vocab_size)
         if exact:
-            assert (log_probs - trained).abs().max() < TOLERANCE, "Megatron's own forward says something else"
+            assert (log_probs - trained).abs().max() < tolerance, "Megatron's own forward says something else"
         else:
             assert (log_probs - trained).abs().median() < MEDIAN
         if kind != "qwen3_vl_moe":  # whose experts transformers does not write as the hub has them
