@@ -48,8 +48,9 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lora_merge.bench import report, shapes
 from lora_merge.bench.shapes import Shape
@@ -172,6 +173,26 @@ class Layout:
     expert_ways: int
 
 
+class Sums(NamedTuple):
+    """Numbers of some of a shape's weights: how many, their elements, their rows and columns."""
+
+    weights: int
+    elements: int
+    edges: int
+
+
+@cache
+def sums(shape: Shape) -> dict[bool, Sums]:
+    """Of weights of experts (True), and of the others."""
+    found: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+    for name, rows, cols in shape.matrices():
+        found["experts." in name].append((rows, cols))
+    return {
+        kind: Sums(len(sizes), sum(rows * cols for rows, cols in sizes), sum(rows + cols for rows, cols in sizes))
+        for kind, sizes in found.items()
+    }
+
+
 @dataclass(frozen=True)
 class Job:
     """A model: bytes of all adapted weights in bf16 and of its adapters, GPUs an engine, and the trainer's layouts."""
@@ -183,11 +204,10 @@ class Job:
 
     def gigabytes(self, experts: bool | None = None) -> float:
         """Of all weights, or of those of experts, or of the others."""
-        sizes = [("experts." in name, 2 * rows * cols) for name, rows, cols in self.shape.matrices()]
-        return sum(size for expert, size in sizes if experts in (None, expert)) / GB
+        return 2 * sum(found.elements for kind, found in sums(self.shape).items() if experts in (None, kind)) / GB
 
     def adapters(self, rank: int) -> float:
-        return sum(2 * rank * (rows + cols) for _, rows, cols in self.shape.matrices()) / GB
+        return 2 * rank * sum(found.edges for found in sums(self.shape).values()) / GB
 
     def card(self, rank: int, m: Machine) -> float:
         """GB of adapters that a rank of the trainer sends: what a host of an engine holds; or, where most of what goes
@@ -203,8 +223,7 @@ class Job:
 
     def apart(self, rank: int) -> tuple[float, float]:
         """GB of adapters that all GPUs of an engine get, and of those of which each gets its part."""
-        experts = sum(2 * rank * (rows + cols) for name, rows, cols in self.shape.matrices() if "experts." in name) / GB
-        experts = experts if self.tp > 1 else 0.0
+        experts = 2 * rank * sums(self.shape)[True].edges / GB if self.tp > 1 else 0.0
         return self.adapters(rank) - experts, experts
 
     def layouts(self, gpus: int, node: int) -> list[Layout]:
@@ -268,7 +287,8 @@ def beside(target: Target, m: Machine, rank: int) -> dict[str, float]:
 def step(job: Job, layout: Layout, m: Machine, rank: int, gpus: int) -> dict[str, float]:
     """Milliseconds of a step in each mode; engine-side fixed costs, and agreeing, are in all that push."""
     fixed = m.fixed_ms + m.agree_ms(gpus)
-    size, adapters, tensors = job.gigabytes(), job.adapters(rank), len(job.shape.matrices())
+    size, adapters = job.gigabytes(), job.adapters(rank)
+    tensors = sum(found.weights for found in sums(job.shape).values())
     mine = m.merge_ms(job.gigabytes(False) / layout.dense_ways + job.gigabytes(True) / layout.expert_ways)
     gathered = m.gather_ms(adapters, layout.group) + m.hand_ms(adapters)
     together, _ = job.apart(rank)
