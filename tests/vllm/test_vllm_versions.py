@@ -28,8 +28,10 @@ from tests.vllm.test_vllm_processes import Server
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 no_leftovers = engines.no_leftovers
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "max_cpu_loras": 2}
-BLOCK = 16
+BLOCK = 32
 """Tokens in a block of the KV cache; prompts here have two whole ones and a few more."""
+SHORT = engines.prompts(1)[0]
+"""What a server is asked."""
 
 
 def policy() -> Any:
@@ -255,7 +257,7 @@ async def pushes_while_requests_run(llm: AsyncLLM, sync: VllmSync, model: Any) -
 
 def over_http(server: Server, model: str, tokens: int = 10) -> tuple[int | None, list[int]]:
     """The version that an answer says it had, and its tokens."""
-    body = {"model": model, "token_ids": asked()[0],
+    body = {"model": model, "token_ids": SHORT,
             "sampling_params": {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}}  # fmt: skip
     request = urllib.request.Request(
         f"{server.url}/inference/v1/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -266,7 +268,7 @@ def over_http(server: Server, model: str, tokens: int = 10) -> tuple[int | None,
 
 
 def said(model: Any, tokens: int = 10) -> list[int]:
-    ids = asked()[0]
+    ids = list(SHORT)
     with torch.no_grad():
         for _ in range(tokens):
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
@@ -274,7 +276,7 @@ def said(model: Any, tokens: int = 10) -> list[int]:
 
 
 def said_here(llm: LLM, sync: VllmSync) -> list[int]:
-    return list(engines.ask(llm, sync.lora_request(), asked(1))[0].outputs[0].token_ids)
+    return list(engines.ask(llm, sync.lora_request(), [SHORT])[0].outputs[0].token_ids)
 
 
 def names(server: Server) -> set[str]:
