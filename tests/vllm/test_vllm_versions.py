@@ -20,6 +20,7 @@ import torch
 from engines import assert_answers, engine, train
 from vllm import LLM, AsyncEngineArgs, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineGenerateError
 
 from lora_merge import InvalidInput, PushRefused, VllmSync
 from lora_merge.engine.adapter_versions import version_of
@@ -243,8 +244,9 @@ async def pushes_while_requests_run(llm: AsyncLLM, sync: VllmSync, model: Any) -
     stale = sync.lora_request(report.versions[0])
     train(model, 20)
     await push()
-    with pytest.raises(ValueError, match="is not kept in this engine"):
+    with pytest.raises(EngineGenerateError) as refused:
         await request("stale", stale)
+    assert "is not kept in this engine" in str(refused.value.__cause__)
     door = llm.input_processor._validate_lora
     llm.input_processor._validate_lora = lambda lora: None  # as of a client in another process
     try:
