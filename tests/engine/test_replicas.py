@@ -41,7 +41,7 @@ SLOW, BYTES_S, BURST = "4mbit", 5e5, 16 << 10
 
 def test_four_replicas(tmp_path: Path) -> None:
     """Pushes end whatever one replica does, the others serve the new version, and one that is back is brought to it."""
-    run_on_two(four, tmp_path, 420)
+    run_on_two(four, tmp_path, 540)
 
 
 class Replica:
