@@ -39,9 +39,10 @@ SLOW, BYTES_S, BURST = "4mbit", 5e5, 16 << 10
 """A slow link, by the name that `tc` has for it; its bytes a second, and those that pass at once (`Other.slow`)."""
 
 
-def test_four_replicas(tmp_path: Path) -> None:
+@pytest.mark.parametrize("merge", ["engine", "trainer"])
+def test_four_replicas(merge: str, tmp_path: Path) -> None:
     """Pushes end whatever one replica does, the others serve the new version, and one that is back is brought to it."""
-    run_on_two(four, tmp_path, 420)
+    run_on_two(engines_merge if merge == "engine" else trainer_merges, tmp_path, 540)
 
 
 class Replica:
@@ -96,7 +97,19 @@ class Replica:
         return tokens
 
 
-def four(other: Other, folder: Path) -> None:
+def engines_merge(other: Other, folder: Path) -> None:
+    model, replicas = four(other, folder)
+    lives(VllmSync(model, urls(replicas), merge="engine", bucket_bytes=1 << 17, lost="skip"), model, replicas)
+
+
+def trainer_merges(other: Other, folder: Path) -> None:
+    model, replicas = four(other, folder)
+    lives(VllmSync(model, urls(replicas), merge="trainer", bucket_bytes=1 << 17, lost="skip"), model, replicas)
+    refuses(VllmSync(model, urls(replicas), bucket_bytes=1 << 17), model, replicas)
+
+
+def four(other: Other, folder: Path) -> tuple[Any, list[Replica]]:
+    """Return a policy, and four replicas, of which the second has a slow link and the last is not started yet."""
     tcp_link.SILENT_S = GONE_S
     torch.set_num_threads(1)
     others = [other, *(Other(number) for number in (1, 2, 3))]
@@ -106,18 +119,16 @@ def four(other: Other, folder: Path) -> None:
     for one in replicas[:3]:
         one.wait()
     others[1].slow(SLOW)
-    model = models.with_lora(policies.qwen2, target_modules=policies.LINEARS)
-    urls = [one.url for one in replicas]
-    lives(VllmSync(model, urls, merge="engine", bucket_bytes=1 << 17, lost="skip"), model, replicas)
-    lives(VllmSync(model, urls, merge="trainer", bucket_bytes=1 << 17, lost="skip"), model, replicas)
-    refuses(VllmSync(model, urls, bucket_bytes=1 << 17), model, replicas)
+    return models.with_lora(policies.qwen2, target_modules=policies.LINEARS), replicas
+
+
+def urls(replicas: list[Replica]) -> list[str]:
+    return [one.url for one in replicas]
 
 
 def lives(sync: VllmSync, model: Any, replicas: list[Replica]) -> None:
     """Pushes that go on without whoever is lost."""
     fourth = replicas[3]
-    if fourth._process is not None:
-        fourth.kill()
     with pytest.warns(UserWarning, match=r"engine 3 is left out of this push \(nothing listens at"):
         report = pushed(sync, model, replicas[:3], {3})
     assert f"without engine 3: nothing listens at {fourth.url}" in str(report)
@@ -198,7 +209,7 @@ def refuses(sync: VllmSync, model: Any, replicas: list[Replica]) -> None:
         sync.push()
     sync.close()
     with (
-        VllmSync(model, [one.url for one in replicas], lost="skip") as alone,
+        VllmSync(model, urls(replicas), lost="skip") as alone,
         pytest.raises(PushRefused, match=r"no engine can be reached: engine 0: nothing .*engine 3: nothing listens"),
     ):
         alone.push()
