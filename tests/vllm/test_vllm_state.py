@@ -787,10 +787,7 @@ def test_weights_that_sleep_threw_away(llm: LLM, monkeypatch: pytest.MonkeyPatch
         assert str(*sync.states()) == "dirty (sleep at level 2 threw its weights away)"
         with pytest.raises(PushRefused, match="sleep at level 2"):
             sync.check()
-    brought = sync.push().nbytes
-    assert_answers(ask(llm), model)
-    train(model)
-    assert sync.push().nbytes < brought / 2, "the base went with the first push after it, and no other"
+    sync.push()
     assert_answers(ask(llm), model)
 
 

