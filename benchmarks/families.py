@@ -278,8 +278,8 @@ HYBRIDS: tuple[Architecture, ...] = (
     hybrid("Lfm2Moe", label="Lfm2-MoE", **BLOCKS, num_experts=4, moe_intermediate_size=64,
            num_dense_layers=1),
     hybrid("Mamba", why=SCAN, bare="out_proj|dt_proj", state_size=16),
-    hybrid("KimiLinear", label="Kimi-Linear", why="not tried there", **{k: v for k, v in MLA.items() if "group" not in k},
-           num_local_experts=4, n_shared_experts=1, linear_num_heads=4, linear_head_dim=128, moe_layer_freq=1,
+    hybrid("KimiLinear", label="Kimi-Linear", why="not tried there", num_local_experts=4,
+           **{k: v for k, v in MLA.items() if "group" not in k}, n_shared_experts=1, linear_num_heads=4, linear_head_dim=128, moe_layer_freq=1,
            layer_types=["linear_attention", "full_attention"], mla_use_nope=True, linear_attn_config={
                "kda_layers": [1], "full_attn_layers": [2], "head_dim": 128, "num_heads": 4, "short_conv_kernel_size": 4,
            }),
