@@ -279,7 +279,8 @@ HYBRIDS: tuple[Architecture, ...] = (
            num_dense_layers=1),
     hybrid("Mamba", why=SCAN, bare="out_proj|dt_proj", state_size=16),
     hybrid("KimiLinear", label="Kimi-Linear", why="not tried there", num_local_experts=4,
-           **{k: v for k, v in MLA.items() if "group" not in k}, n_shared_experts=1, linear_num_heads=4, linear_head_dim=128, moe_layer_freq=1,
+           **{k: v for k, v in MLA.items() if "group" not in k},
+           n_shared_experts=1, linear_num_heads=4, linear_head_dim=128, moe_layer_freq=1,
            layer_types=["linear_attention", "full_attention"], mla_use_nope=True, linear_attn_config={
                "kda_layers": [1], "full_attn_layers": [2], "head_dim": 128, "num_heads": 4, "short_conv_kernel_size": 4,
            }),
