@@ -53,8 +53,6 @@ class Architecture:
         experts: whether PEFT adapts fused experts, and vLLM has no LoRA layers for them on a CPU.
         engine: options of the engine.
         dtype: of weights on a CPU. vLLM computes linear attention there in bfloat16 alone.
-        exact: whether vLLM computes on a CPU in float32 what transformers does, up to roundings. Its latent attention
-            there does not.
         kind: "text", "image" (a tower beside the language model) or "hybrid" (layers without attention, or with
             another).
         make: the model, where sizes do not say all.
@@ -74,7 +72,6 @@ class Architecture:
     engine: dict[str, Any] = field(default_factory=dict)
     label: str = ""
     dtype: str = "float32"
-    exact: bool = True
     kind: str = "text"
     make: Callable[[], Any] | None = None
     processor: Callable[[], Any] | None = None
@@ -205,9 +202,8 @@ TEXT: tuple[Architecture, ...] = (
     moe("Glm4Moe", **HEAD, n_routed_experts=4, moe_intermediate_size=64, first_k_dense_replace=1,
         n_group=1, topk_group=1),
     moe("FlexOlmo", num_experts=4),
-    Architecture("DeepseekV2", FEW | MLA, experts=True, engine=CPU_MLA, exact=False),
-    Architecture("DeepseekV3", FEW | LATENT, experts=True, engine=CPU_MLA, exact=False),
-    Architecture("Glm4MoeLite", FEW | LATENT, experts=True, engine=CPU_MLA, exact=False),
+    Architecture("DeepseekV2", FEW | MLA, experts=True, engine=CPU_MLA),
+    Architecture("DeepseekV3", FEW | MLA | {"topk_method": "noaux_tc"}, experts=True, engine=CPU_MLA),
     moe("HunYuanMoEV1", **HEAD, num_experts=4, moe_topk=2),
     moe("GraniteMoeShared", num_local_experts=4, shared_intermediate_size=64),
 )  # fmt: skip
@@ -282,9 +278,9 @@ HYBRIDS: tuple[Architecture, ...] = (
     hybrid("Lfm2Moe", label="Lfm2-MoE", **BLOCKS, num_experts=4, moe_intermediate_size=64,
            num_dense_layers=1),
     hybrid("Mamba", why=SCAN, bare="out_proj|dt_proj", state_size=16),
-    hybrid("KimiLinear", label="Kimi-Linear", why="not tried there",
+    hybrid("KimiLinear", label="Kimi-Linear", why="not tried there", num_local_experts=4,
            **{k: v for k, v in MLA.items() if "group" not in k},
-           num_local_experts=4, n_shared_experts=1, linear_num_heads=4, linear_head_dim=128, moe_layer_freq=1,
+           n_shared_experts=1, linear_num_heads=4, linear_head_dim=128, moe_layer_freq=1,
            layer_types=["linear_attention", "full_attention"], mla_use_nope=True, linear_attn_config={
                "kda_layers": [1], "full_attn_layers": [2], "head_dim": 128, "num_heads": 4, "short_conv_kernel_size": 4,
            }),
@@ -292,9 +288,9 @@ HYBRIDS: tuple[Architecture, ...] = (
 LATENT_ATTENTION: tuple[Architecture, ...] = tuple(
     Architecture(name, FEW | LATENT, experts=True, label=label, gpu=True, cpu=False, why=why, engine=engine)
     for name, label, why, engine in (
-        ("DeepseekV3", "DeepSeek-V3", "its own kernels; `CPU_MLA` is the row DeepseekV3", {}),
+        ("DeepseekV3", "DeepSeek-V3", "its own kernels; with `CPU_MLA` vLLM answers otherwise (row DeepseekV3)", {}),
         ("DeepseekV3", "DeepSeek-V3, FP8 cache", "a cache of FP8 for latent attention", {"kv_cache_dtype": "fp8"}),
-        ("Glm4MoeLite", "GLM-4.7-Flash", "its own kernels; `CPU_MLA` is the row Glm4MoeLite", {}),
+        ("Glm4MoeLite", "GLM-4.7-Flash", "its own kernels, as of DeepSeek-V3", {}),
     )
 )
 SPARSE: tuple[Architecture, ...] = (

@@ -78,8 +78,7 @@ class Trial:
         )  # fmt: skip
         self.row = Row(architecture.title, architecture.kind)
         dtype = torch.bfloat16 if device == "cuda" else getattr(torch, architecture.dtype)
-        self.exact = dtype == torch.float32 and architecture.exact
-        self.tolerance = TOLERANCE if dtype == torch.float32 else OF_16_BITS
+        self.exact = dtype == torch.float32
         model = build(architecture).to(dtype)
         # Whole Omni models are loaded with a file of speakers beside the weights.
         loads = architecture.kind == "image" and not architecture.name.startswith("Qwen2_5Omni")
@@ -224,13 +223,14 @@ class Trial:
         merged = self._merge() if self.merged is None else self.merged
         with self.engine(merged, "merged") as llm:
             fresh = self.asks(llm)
+        tolerance = TOLERANCE if self.exact else OF_16_BITS
         if not self.exact:
             self.row.error = max(differences(pushed, fresh))
         for field, one, other in (("merged", pushed[:1], fresh[:1]), ("image", pushed[1:], fresh[1:])):
             was = getattr(self.row, field)
             if not one or not (was.startswith(OTHER) if self.exact else was in ("", "right")):
                 continue
-            if alike(one, other, self.tolerance):
+            if alike(one, other, tolerance):
                 setattr(self.row, field, FRESH)
             else:
                 setattr(self.row, field, f"{OTHER}: {max(differences(one, other)):.1e} from a fresh engine")
