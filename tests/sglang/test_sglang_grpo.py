@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import sglang_engines  # noqa: F401 - SGLang runs on a CPU
-from grpo_runs import PROCESSES, break_off_and_go_on
+from grpo_runs import break_off_and_go_on
 
 WHO_MERGES = {
     "merged": (["--merge", "engine"], ["--merge", "trainer"]),
@@ -17,6 +17,4 @@ WHO_MERGES = {
 @pytest.mark.parametrize("mode", WHO_MERGES)
 def test_every_token_of_every_step_comes_from_the_policy(mode: str, tmp_path: Path) -> None:
     before, after = WHO_MERGES[mode]
-    processes = 1 if mode == "merged" else PROCESSES
-    options = ["--engine", "sglang", "--mode", mode]
-    break_off_and_go_on(tmp_path, options, before, after, seeded=False, processes=processes)
+    break_off_and_go_on(tmp_path, ["--engine", "sglang", "--mode", mode], before, after, seeded=False)

@@ -16,10 +16,10 @@ from repository import ROOT
 PROCESSES = 2
 
 
-def grpo(out: Path, *options: str, processes: int = PROCESSES) -> str:
+def grpo(out: Path, *options: str) -> str:
     """Run the example; returns what it printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command += [str(processes), str(ROOT / "examples" / "grpo.py"), "--out", str(out), "--prompts", "8", *options]
+    command += [str(PROCESSES), str(ROOT / "examples" / "grpo.py"), "--out", str(out), "--prompts", "8", *options]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     environment |= {
         "OMP_NUM_THREADS": "1",
@@ -34,9 +34,7 @@ def records(out: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
 
 
-def break_off_and_go_on(
-    out: Path, options: list[str], before: list[str], after: list[str], *, seeded: bool, processes: int = PROCESSES
-) -> None:
+def break_off_and_go_on(out: Path, options: list[str], before: list[str], after: list[str], *, seeded: bool) -> None:
     """Every token of every step comes from the policy, and so it is after a resume.
 
     Four steps, a checkpoint after three: what the fourth did is lost, as in a crash, and done again.
@@ -44,13 +42,12 @@ def break_off_and_go_on(
     Args:
         options: of both runs; `before` and `after`: of one.
         seeded: whether requests have seeds, so that the lost step comes again.
-        processes: ranks of the trainer, each with an engine of its own.
     """
     options = [*options, "--pretrain", "40", "--save-every", "3"]
-    printed = grpo(out, *options, *before, "--steps", "4", processes=processes)
+    printed = grpo(out, *options, *before, "--steps", "4")
     shutil.rmtree(out / "checkpoint-000004")
     lost = records(out)[3]
-    printed += grpo(out, *options, *after, "--steps", "6", "--resume", processes=processes)
+    printed += grpo(out, *options, *after, "--steps", "6", "--resume")
     steps = records(out)
     assert [step["step"] for step in steps] == list(range(6))
     assert [step["resumed"] for step in steps] == [False, False, False, True, False, False]
