@@ -24,6 +24,7 @@ from lora_merge import InvalidInput, PushFailed, PushRefused, UnsupportedAdapter
 from lora_merge.engine.tenants import tenant_id
 from lora_merge.engine.vllm import worker as vllm_worker
 from lora_merge.engine.vllm.core import lora_merge_end_tenants_requests
+from lora_merge.engine.vllm.mixed_batches import _leaving, own
 from lora_merge.engine.vllm.sync import VllmSync as Sync
 
 NAMES = ("hot", "a", "b")
@@ -228,6 +229,18 @@ def test_what_is_refused_by_name(llm: Any) -> None:
     sync.close()
 
 
+def test_vllms_own_kernels_still_mix_rows_up() -> None:
+    """A row without a slot (-1) gets the last slot's adapter on CPUs: once this fails, mixed_batches.py can go."""
+    from vllm.lora.ops.torch_ops import lora_ops
+
+    rows, slots = torch.ones(2, 3), torch.tensor([0, -1])
+    for kernel, mixed in ((own(lora_ops.bgmv_shrink), True), (_leaving(own(lora_ops.bgmv_shrink)), False)):
+        made = torch.zeros(2, 4)
+        kernel(rows, torch.ones(2, 1, 4, 3), made, slots, 1.0)
+        assert made[0].eq(3).all()
+        assert made[1].eq(3 if mixed else 0).all()
+
+
 def test_bfloat16_is_right_up_to_its_rounding(tmp_path: Path) -> None:
     """Slots are no further from a policy than merging it is, as counted by the same prompts."""
     model = policy(3).to(torch.bfloat16)
@@ -326,7 +339,8 @@ async def in_flight_scenario(llm: Any, model: Any) -> None:
     await push
     assert_own([await last], model, "b", one)
     ended = await gone
-    assert ended is None or ended.outputs[0].finish_reason == "abort"
+    if ended is not None and ended.outputs[0].finish_reason != "abort":  # it came before the pause
+        assert_own([ended], model, "b", one)
     assert_own([await request("alone", None, 10)], model, "b", one)
     await other.aclose()
     await sync.aclose()

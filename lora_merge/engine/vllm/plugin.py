@@ -70,14 +70,16 @@ def register() -> None:
 
 
 def _watching(make: Callable[..., None]) -> Callable[..., None]:
-    """Return the constructor of workers, which first begins to note what loaders read. (`register` itself would import
-    vLLM's loaders in every process.)"""
+    """Return the constructor of workers, which first begins to note what loaders read, and mends kernels. (`register`
+    itself would import vLLM's loaders in every process.)"""
 
     @functools.wraps(make)
     def __init__(worker: Any, *args: Any, **kwargs: Any) -> None:
         from .loading.loaded_files import watch
+        from .mixed_batches import mend
 
         watch()
         make(worker, *args, **kwargs)
+        mend(worker.vllm_config)
 
     return __init__
