@@ -188,9 +188,8 @@ def table(record: Record, columns: Sequence[str] = MERGE) -> None:
             f"; a copy moves {2 * record['bytes'] / copy_ms / 1e6:.1f} GB/s, products run at "
             f"{record['operations_s'] / 1e9:.0f} Gop/s"
             if limited(record)
-            else f". A copy of {_bytes(record['bytes'])} stays in this machine's cache "
-            f"({_bytes(record['cache_bytes'])}), or is over before threads have begun: these times are mostly those "
-            "of calls, and no limit is shown. Larger shapes have limits"
+            else f". A copy of {_bytes(record['bytes'])} stays in the cache, or is over before threads have begun: "
+            "these times are mostly those of calls, and no limit is shown. Larger shapes have limits"
         )
     )
     told = {_flat(heading): LEGEND[heading] for heading in columns}
