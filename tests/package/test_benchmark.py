@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -17,8 +16,7 @@ from docs_code import fenced
 from repository import ROOT
 
 import lora_merge
-from lora_merge.bench import checkpoint, job, report, timing
-from lora_merge.bench.options import add_options
+from lora_merge.bench import checkpoint, report
 
 METHODS = ["lora_merge in place", "lora_merge out of place", "merged() enter+exit", "peft", "addmm_"]
 FIELDS = {"ms", "x_copy", "gb_s", "extra_bytes", "max_ulp", "misrounded", "restored"}
@@ -106,25 +104,6 @@ def test_a_bar_that_is_cut_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(report, "_mark_cuts", lambda ax, bars: cut.extend(bar.get_y() for bar in bars))
     report.plot(record, tmp_path / "cut.png")
     assert [round(y) for y in cut] == [2, 3]
-
-
-def test_limits_of_a_job_that_leaves_the_caches(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(job, "SMALL_BYTES", 0)
-    monkeypatch.setattr(timing, "cache_bytes", lambda device: 0)
-    monkeypatch.setattr("sys.argv", ["merge.py"])
-    options = argparse.ArgumentParser()
-    add_options(options, tmp_path)
-    args = options.parse_args(["--shape", "tiny", "--repeat", "1", "--plot", str(tmp_path / "out.png")])
-    args.json_file = None
-    record = job.run(args)
-    for name, figures in record["methods"].items():
-        assert figures["x_copy"] == pytest.approx(figures["ms"] / record["copy_ms"]), name
-        assert figures["of_copy"] == pytest.approx(1 / figures["x_copy"]), name
-    printed = capsys.readouterr().out
-    for words in ("limit: one large copy", "limit: the products", "a copy moves", "100% is as fast as a plain copy"):
-        assert words in printed
 
 
 @pytest.fixture(scope="module")
