@@ -98,14 +98,18 @@ def told(row: Row) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """As in docs/architectures.md."""
-    lines = ["| architecture | prompts | merged | adapter | on | vLLM |", "|---|---|---|---|---|---|"]
+    """As in docs/architectures.md: architectures with the same results in one row."""
+    groups: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         merged = row.merged if row.image in ("", row.merged) else f"{row.merged}; with an image: {row.image}"
         merged = merged if row.vllm == "right" else f"vLLM itself: {row.vllm}"
         adapter = cell(row.adapter) if row.vllm == "right" else ""
+        if adapter.endswith("does not support LoRA yet."):
+            adapter = "vLLM has no LoRA layers for it"
         prompts = "text, image" if row.image else "text"
-        lines.append(f"| {row.name} | {prompts} | {cell(merged)} | {adapter} | {row.device} | {row.release} |")
+        groups.setdefault((prompts, cell(merged), adapter, f"{row.device}, {row.release}"), []).append(row.name)
+    lines = ["| architectures | prompts | merged | adapter | on, vLLM |", "|---|---|---|---|---|"]
+    lines += [f"| {'; '.join(names)} | {' | '.join(results)} |" for results, names in groups.items()]
     return "\n".join(lines)
 
 

@@ -81,7 +81,8 @@ def lines_of(found: dict[str, Any]) -> Iterator[str]:
     for name, figures in found.get("methods", {}).items():
         exact = ", exact" if figures["of_bound"] <= 1 else ", NOT EXACT: please send"
         exact = exact if report.is_ours(name) else ""
-        yield f"  {name}: {figures['ms']:.1f} ms = {figures['x_copy']:.2f} copies{exact}"
+        copies = "" if figures["x_copy"] is None else f" = {figures['x_copy']:.2f} copies"
+        yield f"  {name}: {figures['ms']:.1f} ms{copies}{exact}"
 
 
 def without_home(value: Any) -> Any:

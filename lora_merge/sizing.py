@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from . import hub
 from .errors import InvalidInput
 from .extras import needed, root_of
 from .kernels.tracked.one_pass import FIRST_ROOM
@@ -150,20 +151,26 @@ def read_policy(
     """
     if rank < 0:
         raise InvalidInput(f"rank {rank}: expected 1 or more, or 0 for training of all weights without an adapter")
-    with needed("plan reads a model with transformers and PEFT", "'lora-merge[peft]'", "peft", "transformers"):
-        import transformers
-        from peft import LoraConfig, get_peft_model
     path = Path(model).expanduser()
     if path.is_dir() and not (path / "config.json").is_file():
         raise InvalidInput(f"{path}: there is no config.json in this folder")
     if not path.exists() and (str(model).startswith((".", "/", "~")) or len(path.parts) > 2):  # no name on the hub
         raise InvalidInput(f"{path}: there is no such file or folder")
+    there = path.exists()
+    cached = not there and not hub.answers("model", str(model))
+    with needed("plan reads a model with transformers and PEFT", "'lora-merge[peft]'", "peft", "transformers"):
+        import transformers
+        from peft import LoraConfig, get_peft_model
     try:
-        config = transformers.AutoConfig.from_pretrained(str(path if path.exists() else model), trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(
+            str(path if there else model), trust_remote_code=False, local_files_only=cached
+        )
         kind = class_of(config)
         with torch.device("meta"):
             base: Any = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
     except Exception as error:
+        if cached and isinstance(error, OSError):
+            raise InvalidInput(f"{model}: there is no such folder here; {hub.absent()}") from error
         raise InvalidInput(
             f"{model}: cannot be read as a model of transformers ({root_of(error)}); pass a config.json, its folder, "
             "or a name on the hub; a model with code of its own cannot be planned"

@@ -158,6 +158,8 @@ ROOM = {
 _BESIDE = 12
 """Bytes an element of the largest weight that drawing, merging and checking it take: three float32."""
 
+SMALL_BYTES = 8 << 20
+"""A copy that moves fewer bytes is too short to be a limit, whatever the cache."""
 BUDGET_S = 10
 """Seconds of timed runs a method, after which no further one begins: `addmm_` of bf16 is slow on some CPUs."""
 
@@ -272,14 +274,18 @@ def compare_methods(
     copy_ms = timing.typical(args.device)(copies + timing.copies(nbytes, args.device, args.repeat))
     operations = max(operations, timing.operations(args.device, args.repeat))
 
+    # What a cache holds is copied at its speed, in less time than threads or a launch take to begin.
+    cache = timing.cache_bytes(args.device)
+    small = 2 * nbytes <= max(cache, SMALL_BYTES)
     parts = product_parts(args.device, matrices[0].weight.dtype, matrices[0].lora_A.dtype, len(matrices[0].lora_A))
     products_ms = 1e3 * parts * sum(2 * m.lora_A.shape[0] * m.weight.numel() for m in matrices) / operations
     for figures in measured.values():
         # Each byte of the weights is read once and written once, or fewer where the result has a smaller dtype.
         least_ms = copy_ms * figures["traffic"]
-        figures["x_copy"], figures["of_copy"] = figures["ms"] / least_ms, least_ms / figures["ms"]
+        figures["x_copy"] = None if small else figures["ms"] / least_ms
+        figures["of_copy"] = None if small else least_ms / figures["ms"]
         figures["gb_s"] = 2 * nbytes * figures["traffic"] / figures["ms"] / 1e6
-        figures["of_products"] = products_ms / figures["ms"]
+        figures["of_products"] = None if small else products_ms / figures["ms"]
     return {
         "device": args.device.type,
         "torch": torch.__version__,
@@ -288,6 +294,7 @@ def compare_methods(
         "adapter_dtype": args.adapter_dtype,
         "matrices": len(matrices),
         "bytes": nbytes,
+        "cache_bytes": cache,
         "copy_ms": copy_ms,
         "products_ms": products_ms,
         "operations_s": operations,

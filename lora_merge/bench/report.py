@@ -107,9 +107,9 @@ def title(record: Record) -> str:
 COLUMNS: dict[str, Callable[[Record], str]] = {
     "ms": lambda m: f"{m['ms']:.2f}",
     "back\nms": lambda m: "" if m["back_ms"] < 0.1 else f"{m['back_ms']:.2f}",
-    "x copy": lambda m: f"{m['x_copy']:.2f}",
-    "copy\nlimit": lambda m: f"{m['of_copy']:.0%}",
-    "product\nlimit": lambda m: f"{m['of_products']:.0%}",
+    "x copy": lambda m: "" if m["x_copy"] is None else f"{m['x_copy']:.2f}",
+    "copy\nlimit": lambda m: "" if m["of_copy"] is None else f"{m['of_copy']:.0%}",
+    "product\nlimit": lambda m: "" if m["of_products"] is None else f"{m['of_products']:.0%}",
     "extra\nMiB": lambda m: f"{m['extra_bytes'] / 2**20:.1f}",
     "host\nMiB": lambda m: f"{m['host_bytes'] / 2**20:.0f}" if m["host_bytes"] else "",
     "launch-\nes": lambda m: str(m["launches"]),
@@ -120,11 +120,13 @@ COLUMNS: dict[str, Callable[[Record], str]] = {
 """Heading -> one figure of a method, as text."""
 MERGE = ("ms", "x copy", "copy\nlimit", "product\nlimit", "extra\nMiB", "error", "mis-\nrounded", "re-\nstored")
 """Columns that 80 characters hold."""
+OF_LIMITS = ("x copy", "copy\nlimit", "product\nlimit")
+"""Columns that compare with the machine's limits."""
 LEGEND = {
     "ms": "milliseconds of one merge of all matrices; of merged() and what is called there and back, both ways",
     "back\nms": "milliseconds of the method's own way back",
-    "x copy": "the same in large copies of as many bytes; a merge cannot take less than 1",
-    "copy\nlimit": "share of the speed at which this machine copies; 100% is the limit",
+    "x copy": "the same in large copies of as many bytes: 1 is as fast as a plain copy",
+    "copy\nlimit": "share of the speed at which this machine copies; 100% is as fast as a plain copy",
     "product\nlimit": "share of the speed at which this machine multiplies large matrices",
     "extra\nMiB": "peak memory beside weights, adapters and a destination that was given",
     "host\nMiB": "memory of the host that a step takes while the weights are on a GPU",
@@ -145,6 +147,11 @@ ROWS = {
 """Method of the main job -> what it does."""
 
 
+def limited(record: Record) -> bool:
+    """Return True if the job is large enough for the machine's limits to say something of it."""
+    return all(m["x_copy"] is not None for m in record["methods"].values())
+
+
 def sheet_of(title: str, first: str, columns: Sequence[str]) -> Table:
     """Return an empty table: a column of names, and columns of figures."""
     sheet = Table(
@@ -161,8 +168,12 @@ def table(record: Record, columns: Sequence[str] = MERGE) -> None:
     out = console()
     sheet = sheet_of(title(record), "method", columns)
     copy_ms, products_ms = record["copy_ms"], record["products_ms"]
-    for limit, ms in (("limit: one large copy", copy_ms), ("limit: the products", products_ms)):
-        sheet.add_row(limit, *({"ms": f"{ms:.2f}", "x copy": f"{ms / copy_ms:.2f}"}.get(c, "") for c in columns))
+    if limited(record):
+        for limit, ms in (("limit: one large copy", copy_ms), ("limit: the products", products_ms)):
+            sheet.add_row(limit, *({"ms": f"{ms:.2f}", "x copy": f"{ms / copy_ms:.2f}"}.get(c, "") for c in columns))
+    else:
+        columns = [heading for heading in columns if heading not in OF_LIMITS]
+        sheet = sheet_of(title(record), "method", columns)
     for name, m in record["methods"].items():
         sheet.add_row(name, *(COLUMNS[heading](m) for heading in columns))
     out.print()
@@ -172,8 +183,14 @@ def table(record: Record, columns: Sequence[str] = MERGE) -> None:
     which = "least" if record["device"] == "cpu" else "median"
     out.print(
         f"\n{record['device_name']}, torch {record['torch']}, backend {record['backend']}, {which} of up to "
-        f"{record['repeat']} runs; a copy moves {2 * record['bytes'] / copy_ms / 1e6:.1f} GB/s, products run at "
-        f"{record['operations_s'] / 1e9:.0f} Gop/s"
+        f"{record['repeat']} runs"
+        + (
+            f"; a copy moves {2 * record['bytes'] / copy_ms / 1e6:.1f} GB/s, products run at "
+            f"{record['operations_s'] / 1e9:.0f} Gop/s"
+            if limited(record)
+            else f". A copy of {_bytes(record['bytes'])} stays in the cache, or is over before threads have begun: "
+            "these times are mostly those of calls, and no limit is shown. Larger shapes have limits"
+        )
     )
     told = {_flat(heading): LEGEND[heading] for heading in columns}
     told |= {name: ROWS[name] for name in record["methods"] if name in ROWS}
@@ -226,12 +243,19 @@ def plot(record: Record, file: Path) -> None:
 
     figures = list(record["methods"].values())
     restored = ["restored bit for bit" if m["restored"] else "not restored exactly" for m in figures]
+    copies = limited(record)
+    cut = [copies and m["x_copy"] > LONGEST for m in figures]  # a bar that would dwarf all others is cut and says so
     panels = (
         (
             f"time in large copies of the same bytes\n(one is {record['copy_ms']:.2f} ms, dashed)",
-            # A bar that would dwarf all others is cut and says so.
             [min(m["x_copy"], LONGEST) for m in figures],
-            [f"{m['x_copy']:.2f}x, {m['ms']:.1f} ms{' (cut)' * (m['x_copy'] > LONGEST)}" for m in figures],
+            [f"{m['x_copy']:.2f}x, {m['ms']:.1f} ms{' (cut)' * one}" for m, one in zip(figures, cut, strict=True)],
+        )
+        if copies
+        else (
+            "time in ms\n(too small a job to compare with a copy)",
+            [m["ms"] for m in figures],
+            [f"{m['ms']:.2f} ms" for m in figures],
         ),
         (
             "peak extra memory\nas a share of the weights",
@@ -263,10 +287,11 @@ def plot(record: Record, file: Path) -> None:
             ax.grid(axis="x", color="#e6e8ec", linewidth=0.8)
             ax.set_axisbelow(True)
             if ax is axes[0]:
-                _mark_cuts(ax, [bar for bar, m in zip(drawn, figures, strict=True) if m["x_copy"] > LONGEST])
+                _mark_cuts(ax, [bar for bar, one in zip(drawn, cut, strict=True) if one])
         for ax in axes[1:]:
             ax.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1, decimals=None))
-        axes[0].axvline(1, color="#d1242f", linewidth=1.5, linestyle=(0, (4, 2)))
+        if copies:
+            axes[0].axvline(1, color="#d1242f", linewidth=1.5, linestyle=(0, (4, 2)))
         axes[0].invert_yaxis()
         file.parent.mkdir(parents=True, exist_ok=True)
         fig.savefig(file, dpi=150)

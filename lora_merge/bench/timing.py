@@ -93,6 +93,15 @@ def copies(nbytes: int, device: torch.device, repeat: int) -> list[float]:
     return [ms * nbytes / size for ms in times[1:]]
 
 
+def cache_bytes(device: torch.device) -> int:
+    """Return the size of the largest cache: of a CPU as Linux tells, 0 elsewhere."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    files = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    sizes = [file.read_text().strip() for file in files]
+    return max((int(size[:-1]) << {"K": 10, "M": 20}[size[-1]] for size in sizes if size[-1:] in ("K", "M")), default=0)
+
+
 def operations(device: torch.device, repeat: int) -> float:
     """Return the other limit: additions and multiplications a second, two a product, of torch's best matrix product.
 

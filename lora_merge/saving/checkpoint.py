@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import hub
 from ..errors import InvalidInput
 from ..extras import needed
 from ..kernels.segments import FLOATS
@@ -198,19 +199,21 @@ def find(named: str | Path, what: str) -> Path:
     why = f"{what} {name!r} is no folder here; to fetch a repository takes huggingface_hub"
     with needed(why, "'lora-merge[peft]'", "huggingface_hub"):
         from huggingface_hub import snapshot_download
+    cached = not hub.answers(what, name)
     try:
         wanted = [*_WANTED, *_DATA] if what == "base" else _WANTED
-        folder = Path(snapshot_download(name, allow_patterns=wanted))
+        folder = Path(snapshot_download(name, allow_patterns=wanted, local_files_only=cached))
         if what == "base" and not any(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(name, allow_patterns=[*wanted, *_PICKLES]))
+            folder = Path(snapshot_download(name, allow_patterns=[*wanted, *_PICKLES], local_files_only=cached))
         return folder
     except Exception as error:
+        begin = f"{what} {name!r}: there is no such folder here"
+        if cached:
+            raise InvalidInput(f"{begin}; {hub.absent()}") from error
         text = str(error).strip().splitlines()
-        off = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
         raise InvalidInput(
-            f"{what} {name!r}: there is no such folder here, and the repository cannot be fetched "
-            f"({'HF_HUB_OFFLINE is set, and it is not in the cache' if off else type(error).__name__}"
-            f"{'' if off or not text else ': ' + text[0]}); pass a folder, or fetch it where there is a network"
+            f"{begin}, and the repository cannot be fetched ({type(error).__name__}{': ' + text[0] if text else ''}); "
+            "pass a folder, or fetch it where there is a network"
         ) from error
 
 

@@ -58,7 +58,7 @@ def check(record: dict, dtype: str) -> None:
         assert figures.keys() >= FIELDS, name
         assert figures["ms"] > 0, name
         traffic = 0.75 if name in into else 1.0  # four bytes read and two written, instead of four
-        assert figures["x_copy"] == pytest.approx(figures["ms"] / (traffic * record["copy_ms"])), name
+        assert {figures[key] for key in ("x_copy", "of_copy", "of_products")} == {None}, f"{name}: it is too small"
         assert figures["gb_s"] == pytest.approx(2 * traffic * record["bytes"] / figures["ms"] / 1e6), name
         assert figures["elements"] * (4 if dtype == "fp32" else 2) == record["bytes"], (
             f"{name}: every element is looked at"
@@ -88,7 +88,10 @@ def test_shape(tmp_path: Path, dtype: str, adapter_dtype: str, rank: int) -> Non
     assert (record["shape"], record["rank"], record["adapter_dtype"]) == ("tiny", rank, adapter_dtype)
     assert f"1 of {len(record['methods'])}: {METHODS[0]}" in printed
     assert re.search(rf"^{len(record['methods'])} methods: about \d+ (s|minutes)$", printed, re.MULTILINE)
-    columns = ("ms", "x copy", "copy limit", "product limit", "extra MiB", "error", "misrounded", "restored")
+    columns = ("ms", "extra MiB", "error", "misrounded", "restored")
+    assert "these times are mostly those of calls" in " ".join(printed.split())
+    assert "limit: " not in printed
+    assert "x copy" not in printed
     for name in (*columns, *METHODS):
         assert re.search(rf"^{re.escape(name)}  +[a-zA-Z]", printed, re.MULTILINE), f"the legend says what {name} is"
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

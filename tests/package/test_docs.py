@@ -160,6 +160,11 @@ def test_the_check_of_names_and_keywords() -> None:
             list(uses(f"```python\n{wrong}\n```\n"))
 
 
+def test_readme_is_short() -> None:
+    words = len((ROOT / "README.md").read_text().split())
+    assert words <= 1200, f"README.md has {words} words: what is not for the first minute belongs on a page of docs/"
+
+
 def test_examples_of_docstrings() -> None:
     """Examples in docstrings call what there is, by a signature that takes it."""
     seen = []

@@ -292,10 +292,44 @@ except InvalidInput as error:
 else:
     raise SystemExit("it was found")
 """
+    unreached = """
+import sys, time
+from lora_merge import InvalidInput, merge_checkpoint
+from lora_merge.models.peft.folder import read_folder
+from lora_merge.saving.inspect import inspect_adapter
+from lora_merge.sizing import read_policy
+import torch
+begin = time.monotonic()
+(saved,) = merge_checkpoint("owner/there", ["owner/style"], sys.argv[2] + "-unreached", scales={"style": 1.0})
+read_policy("owner/there")
+for call in (
+    lambda: merge_checkpoint("owner/base", [sys.argv[1]], sys.argv[2]),
+    lambda: inspect_adapter("owner/adapter"),
+    lambda: read_policy("owner/base"),
+    lambda: read_folder(sys.argv[1], "owner/base", torch.float32),
+):
+    try:
+        call()
+    except InvalidInput as error:
+        assert "http://127.0.0.1:9 does not answer, and it is not in the cache" in str(error), error
+        assert "pass a folder" in str(error) and "HF_HUB_OFFLINE=1" in str(error) and "owner/" in str(error), error
+    else:
+        raise SystemExit("it was found")
+assert time.monotonic() - begin < 30, "the hub's own retries take that for each name"
+"""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     subprocess.run([sys.executable, "-c", code, str(adapter), str(tmp_path / "out")], env=environment, check=True)
+    environment |= {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    told = subprocess.run(
+        [sys.executable, "-c", unreached, str(adapter), str(tmp_path / "out")],
+        env=environment, stderr=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    for line in ("looking for base 'owner/there' on http://127.0.0.1:9\n", "looking for model 'owner/base' on"):
+        assert line in told.stderr
     merge_checkpoint(base, [adapter], tmp_path / "here")
-    assert_same(tensors(tmp_path / "out-cached"), tensors(tmp_path / "here"))
+    for out in ("out-cached", "out-unreached"):
+        assert_same(tensors(tmp_path / out), tensors(tmp_path / "here"))
     for named in ("./nowhere", "/no/such/folder", "~/no-such-folder-here", "a/b/c"):
         with pytest.raises(InvalidInput, match="no such folder here"):
             merge_checkpoint(named, [adapter], tmp_path / "out")

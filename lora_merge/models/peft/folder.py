@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from ... import hub
 from ...errors import InvalidInput, LoraMergeError, UnsupportedAdapter
 from ...extras import needed
 from ...names import hf_name, named_tensors, own_parameters
@@ -312,17 +313,21 @@ def _base(name: str, dtype: torch.dtype, values: bool, given: bool) -> nn.Module
     """Return the base model, of the class that wrote its checkpoint."""
     import transformers
 
+    cached = not Path(name).exists() and not hub.answers("base", name)
     try:
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)  # which does not ask
+        # `trust_remote_code=False` does not ask.
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=cached)
         cls = class_of(config)
         if values:
-            loaded: nn.Module = cls.from_pretrained(name, dtype=dtype, trust_remote_code=False)
+            loaded: nn.Module = cls.from_pretrained(name, dtype=dtype, trust_remote_code=False, local_files_only=cached)
             return loaded.requires_grad_(False)  # PEFT freezes only what it is put on
         with torch.device("meta"):
             model = cls.from_config(config, trust_remote_code=False) if hasattr(cls, "from_config") else cls(config)
     except Exception as error:
         reason = str(error).strip().splitlines()
         whose = "base" if given else "the adapter's base_model_name_or_path"
+        if cached and isinstance(error, OSError):
+            raise InvalidInput(f"{whose}: there is no folder {name!r} here; {hub.absent()}") from error
         raise InvalidInput(
             f"{whose}: {name!r} cannot be read as a model of transformers ({type(error).__name__}: "
             f"{reason[0] if reason else ''}); pass base=, the base's folder or name. A model "
