@@ -8,10 +8,13 @@ merged one needs no adapter, would be answered by another's policy. Seen in vLLM
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+
+from . import internals
 
 KERNELS = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
 """Each takes the rows first, and the number of each row's slot as the fourth argument; others call these."""
@@ -25,16 +28,16 @@ def mend(config: Any) -> None:
     Args:
         config: vLLM's `VllmConfig`.
     """
-    if config.lora_config is None or config.device_config.device_type != "cpu":
+    on_cpu = config.device_config.device_type == "cpu"
+    if config.lora_config is None or not on_cpu or not all(map(internals.has, ("bgmv_shrink", "PunicaWrapperCPU"))):
         return
-    from vllm.lora.ops.torch_ops import lora_ops
-    from vllm.lora.punica_wrapper import punica_cpu
-
+    # Where the kernels are, and where those that call them have them from.
+    modules = [sys.modules[one.__module__] for one in (internals.bgmv_shrink, internals.PunicaWrapperCPU)]
     for name in KERNELS:
-        kernel = getattr(lora_ops, name)
+        kernel = getattr(modules[0], name)
         if not hasattr(kernel, _MENDED):
             kernel = _leaving(kernel)
-            for module in (lora_ops, punica_cpu):
+            for module in modules:
                 setattr(module, name, kernel)
 
 
