@@ -20,6 +20,7 @@ from ...logs import LOG
 from ..adapter_versions import name_of, path_of
 from ..control.base import Call
 from ..state import State
+from ..tenants import stale_requests
 from ..transport.liveness import error_text
 from .planner import Transfer
 from .pusher import ATTEMPTS, Pusher
@@ -131,7 +132,9 @@ class VersionPusher(Pusher):
         trainer, state = self._trainer, one.state
         for replica in replicas:
             replica.paused_by_us = replica.still_paused  # a push that failed, or whose trainer died, has left it so
-            replica.to_adapter = True if replica.served == "merged" else None  # with requests for what was merged
+            if replica.still_paused:  # perhaps with requests for what was merged before the base came
+                replica.to_adapter = True if replica.served == "merged" else None
+                replica.stale = stale_requests(replica.served_tenants, state.tenants)
         switching = False
         try:
             await _VersionRun(
@@ -224,6 +227,7 @@ class VersionPusher(Pusher):
         await self._trainer.each(replicas, back, failed=True)
         for replica in replicas:
             replica.error = replica.error or "another engine failed"  # those that slept sleep again
+            replica.paused_by_us = False  # one that stood still stays so, with its requests, until a push is through
         await self._trainer.each(replicas, partial(self._sequence.go_on, slept=slept), failed=True)
         return stuck
 
