@@ -24,7 +24,8 @@ from lora_merge.engine.push.channels import Trainer, _introductions
 from lora_merge.engine.push.introduction import hello, replicas_of
 from lora_merge.engine.push.planner import Planner
 from lora_merge.engine.push.pusher import ATTEMPTS, Pusher
-from lora_merge.engine.push.replica import SyncReport
+from lora_merge.engine.push.replica import Replica, SyncReport
+from lora_merge.engine.push.sequence import EngineSequence
 from lora_merge.engine.push.versions import VersionPusher
 from lora_merge.engine.state import State
 from lora_merge.engine.transport.routing import assign
@@ -98,6 +99,16 @@ def test_somebody_has_to_be_there() -> None:
     introduced = drive(hello(ours, lost=lost))
     with pytest.raises(PushRefused, match=r"no engine can be reached: engine 0: nothing .*; engine 1: nothing"):
         replicas_of(ours, [(introduced, lost)])
+
+
+@pytest.mark.parametrize("kind", ["adapter", "base"])
+@pytest.mark.parametrize("paused", [True, False])
+def test_a_trainer_that_died_between_commit_and_resume(kind: str, paused: bool) -> None:
+    """Requests that wait were made for what was served before, whatever the engine holds now."""
+    says = worker(paused=paused, served="merged", state=State(kind, 2, "base").to_json())
+    replica = Replica(0, Engine("a"), [says])
+    drive(EngineSequence("t", "keep").pause(replica, "adapter", brought=State("adapter", 3, "base")))
+    assert replica.to_adapter == (True if paused else None)
 
 
 class Pushing(Pusher):

@@ -148,7 +148,8 @@ class EngineSequence:
         switches = {replica.served, mode} == {"merged", "adapter"}
         replica.keeps = self.keeps(replica, slept)
         holders = Call("will_keep" if replica.keeps else "holders", wanted=("",))
-        replica.to_adapter = mode == "adapter" if switches else None
+        began = replica.began if replica.still_paused else replica.served
+        replica.to_adapter = mode == "adapter" if switches or {began, mode} == {"merged", "adapter"} else None
         if replica.newest:
             replica.allowed = [CONSTANT_PATH] if brought.kind == "adapter" else []
             switches = switches or bool(replica.kept)  # versions go with the base that they belong to

@@ -133,7 +133,7 @@ class VersionPusher(Pusher):
         for replica in replicas:
             replica.paused_by_us = replica.still_paused  # a push that failed, or whose trainer died, has left it so
             if replica.still_paused:  # perhaps with requests for what was merged before the base came
-                replica.to_adapter = True if replica.served == "merged" else None
+                replica.to_adapter = True if replica.began == "merged" else None
                 replica.stale = stale_requests(replica.served_tenants, state.tenants)
         switching = False
         try:
