@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..choices import Cache, Lost, Merge, Mode, Pause, Rounding, Strategy, check_choice
-from ..errors import InvalidInput, PushRefused
+from ..errors import AlreadyMerged, InvalidInput, PushRefused, UnsupportedAdapter
 from ..models.pausing import training_of
 from ..shards.ranks import Ranks
 from ..stream.buckets import BUCKET_BYTES
@@ -169,10 +169,10 @@ class EngineSync(VersionPusher):
 
         Args:
             mode: "merged" or "adapter" for this and later pushes, the same on every rank; default: as before.
-            keep: in adapter mode, for this and later pushes: bring the adapter as a new version beside those before it,
-                and keep the last so many. Nothing is paused, no cache is reset, and requests in flight end on the
-                version that they began with. If one engine fails, all answer with the version before. 0 (at first): one
-                adapter, whose place each push takes.
+            keep: in adapter mode, for this and later pushes, the same on every rank: bring the adapter as a new version
+                beside those before it, and keep the last so many. Nothing is paused, no cache is reset, and requests in
+                flight end on the version that they began with. If one engine fails, all answer with the version before.
+                0 (at first): one adapter, whose place each push takes.
             verify: also compare checksums of every tensor on both sides, and of what lies in the engine where that can
                 be read; a base that stays is looked at whole. Slow: for tests.
             hottest: of `tenants`: the one that this and later pushes merge, the same on every rank; default: as before.
@@ -309,7 +309,7 @@ class EngineSync(VersionPusher):
         self._keep = self._checked_keep(mode, keep)
         try:
             return await self._pushed_as(mode, verify, within)
-        except BaseException:
+        except (PushRefused, InvalidInput, UnsupportedAdapter, AlreadyMerged):  # every engine is as before
             self._keep = before
             raise
 

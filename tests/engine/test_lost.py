@@ -5,6 +5,7 @@ from __future__ import annotations
 import urllib.error
 import urllib.request
 import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,10 @@ from lora_merge.engine.push.channels import Trainer, _introductions
 from lora_merge.engine.push.introduction import hello, replicas_of
 from lora_merge.engine.push.planner import Planner
 from lora_merge.engine.push.pusher import ATTEMPTS, Pusher
-from lora_merge.engine.push.replica import SyncReport
+from lora_merge.engine.push.replica import Replica, SyncReport
+from lora_merge.engine.push.sequence import EngineSequence
+from lora_merge.engine.push.versions import VersionPusher
+from lora_merge.engine.state import State
 from lora_merge.engine.transport.routing import assign
 from lora_merge.engine.transport.tcp_link import SILENT_S
 from lora_merge.shards.ranks import Ranks
@@ -97,6 +101,16 @@ def test_somebody_has_to_be_there() -> None:
         replicas_of(ours, [(introduced, lost)])
 
 
+@pytest.mark.parametrize("kind", ["adapter", "base"])
+@pytest.mark.parametrize("paused", [True, False])
+def test_a_trainer_that_died_between_commit_and_resume(kind: str, paused: bool) -> None:
+    """Requests that wait were made for what was served before, whatever the engine holds now."""
+    says = worker(paused=paused, served="merged", state=State(kind, 2, "base").to_json())
+    replica = Replica(0, Engine("a"), [says])
+    drive(EngineSequence("t", "keep").pause(replica, "adapter", brought=State("adapter", 3, "base")))
+    assert replica.to_adapter == (True if paused else None)
+
+
 class Pushing(Pusher):
     """Pushes of which each fails as it is told.
 
@@ -166,6 +180,10 @@ def ranks(rank: int) -> None:
         drive(pushing((error, lost))._push(None, False))
     with pytest.raises(PushFailed):  # nobody was lost
         drive(pushing((BROKE, -1))._push(None, False))
+    keeping = VersionPusher(one._trainer, Planner(), pause="keep", mode="adapter")
+    keeping._keep = rank
+    with pytest.raises(PushRefused, match="ranks keep different numbers of versions: keep= 0, 1"):
+        drive(keeping._push(None, False))
     torch.distributed.barrier()
 
 
@@ -187,6 +205,44 @@ def test_it_is_said_once_until_it_is_back() -> None:
     engines[1].error = GONE
     with pytest.warns(UserWarning, match="engine 1 is left out"):
         drive(pushing._push(None, False))
+
+
+class Sleeper(Engine):
+    """Sleeps at first. Others may be lost, or back, when it has woken."""
+
+    def __init__(self, name: str, then: Callable[[], object] = lambda: None, **more: Any) -> None:
+        super().__init__(name, asleep=1, **more)
+        self._then = then
+
+    async def wake(self, tag: str) -> None:
+        assert tag == "weights"
+        self._says["asleep"] = 0
+        self._then()
+
+
+class Planned(Planner):
+    """Has no plan, and notes for whom."""
+
+    async def __call__(self, replicas: Any, *args: Any) -> Any:
+        self.met = [(replica.index, replica.asleep, replica.state.version) for replica in replicas]
+        raise PushRefused("no plan")
+
+
+@pytest.mark.filterwarnings("ignore:engine . is left out")
+def test_others_are_lost_and_back_while_one_wakes() -> None:
+    """They are in the report, count for the version, and are woken, too."""
+
+    def happens() -> None:
+        engines[1].error, engines[2].error = GONE, None
+
+    engines = [Sleeper("a", happens), Engine("b"), Sleeper("c", state=State("merged", 7).to_json())]
+    engines[2].error = GONE
+    planner, report = Planned(), SyncReport(0, "merged")
+    pusher = Pusher(trainer(*engines), planner, pause="keep", mode="merged", lost="skip")
+    with pytest.raises(PushRefused, match="no plan"):
+        drive(pusher._prepare(report, False))
+    assert planner.met == [(0, 0, 0), (2, 0, 7)]
+    assert (set(report.skipped), report.version) == ({1}, 8)
 
 
 def test_nobody_waits_for_long_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from vllm import LLM, AsyncEngineArgs, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineGenerateError
 
-from lora_merge import InvalidInput, PushRefused, VllmSync
+from lora_merge import InvalidInput, PushFailed, PushRefused, VllmSync
 from lora_merge.engine.adapter_versions import version_of
 from tests.vllm.test_vllm_processes import Server
 
@@ -68,6 +68,7 @@ def test_versions_in_one_process(tmp_path: Path) -> None:
         requests_in_flight(sync, llm, model)
         failures(sync, llm, model)
         other_modes(sync, llm, model)
+        broken_off(sync, llm, model)
         assert policies
         sync.close()
 
@@ -180,6 +181,89 @@ def other_modes(sync: VllmSync, llm: LLM, model: Any) -> None:
     report = sync.push(mode="adapter", keep=2)
     assert report.base_sent
     assert_answers(ask(llm, sync.lora_request(), 0), model, asked())
+
+
+def broken_off(sync: VllmSync, llm: LLM, model: Any) -> None:
+    """What pushes leave that change more than the version."""
+    control, stale = sync._trainer.controls[0], sync.lora_request()
+    rpc = control.rpc
+    train(model, 50)
+
+    async def interrupted(op: str, **message: Any) -> Any:
+        found = await rpc(op, **message)
+        if op == "commit":
+            raise KeyboardInterrupt
+        return found
+
+    async def broken(op: str, **message: Any) -> Any:
+        if op == "add_version":
+            raise RuntimeError("injected")
+        return await rpc(op, **message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control, "rpc", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sync.push(mode="merged")
+    assert_answers(engines.ask(llm, None, asked()), model, asked())
+    with pytest.raises(ValueError, match="is not kept in this engine"):
+        engines.ask(llm, stale, asked())
+
+    # The base is there, and no version: not what was asked for, nor what was there before.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control, "rpc", broken)
+        with pytest.raises(
+            PushFailed, match=r"was taken back.*this push has brought the base to engine 0 \(base@\d+\)"
+        ):
+            sync.push(mode="adapter", keep=2)
+    with pytest.raises(PushRefused, match=r"the engine holds base@\d+, not the adapter@\d+"):
+        sync.check()
+    with pytest.raises(InvalidInput, match="no version of the adapter is in every engine"):
+        sync.lora_request()
+    sync.push(keep=0)  # the door, which was told of the version, opens for the one adapter
+    assert_answers(engines.ask(llm, sync.lora_request(), asked()), model, asked())
+    sync.push(mode="merged")
+
+    # Another trainer pushes between the base and the version.
+    other_model, pushes = copy.deepcopy(model), list[int]()
+    train(other_model, 51)
+    carry_out = sync._carry_out
+    with closing(VllmSync(other_model, llm)) as other, pytest.MonkeyPatch.context() as patch:
+
+        async def between(*arguments: Any) -> None:
+            await carry_out(*arguments)
+            if not pushes:
+                pushes.append(other.push().version)
+
+        patch.setattr(sync, "_carry_out", between)
+        report = sync.push(mode="adapter", keep=2)
+        assert report.version == pushes[0] + 1
+        with pytest.raises(PushRefused, match="of another trainer"):
+            other.check()
+    sync.check()
+    assert_answers(ask(llm, sync.lora_request(), 0), model, asked())
+
+    # A trainer dies between the base and the version, which leaves the engine paused, with whom it may concern.
+    sync.push(mode="merged")
+
+    async def back(*arguments: Any) -> None: ...
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control, "rpc", interrupted)
+        patch.setattr(sync, "_back", back)
+        with pytest.raises(KeyboardInterrupt):
+            sync.push(mode="adapter")
+    ended, method = list[bool](), type(control).end_wrong_mode_requests
+
+    async def ends(control: Any, adapter: bool) -> None:
+        ended.append(adapter)
+        await method(control, adapter)
+
+    with closing(VllmSync(model, llm)) as new, pytest.MonkeyPatch.context() as patch:
+        assert new.states()[0].kind == "base"
+        patch.setattr(type(control), "end_wrong_mode_requests", ends)
+        new.push(mode="adapter", keep=2)
+        assert ended == [True]
+        assert_answers(ask(llm, new.lora_request(), 0), model, asked())
 
 
 def test_versions_while_requests_run(tmp_path: Path) -> None:

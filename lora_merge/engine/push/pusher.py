@@ -265,27 +265,19 @@ class Pusher:
             the replicas, the transfers, and the engines that this push woke -> the level at which they slept.
         """
         known, read = self._planner.known(report.mode), list[BucketWriter | None]()
+        slept: dict[int, int] = {}
 
         def read_model() -> None:  # while engines elsewhere answer, as the push before left its settings
             read.append(self._planner.read(report.mode))
 
         # "hello": workers say what they are and hold, and take the lease.
-        replicas = await self._introduce(*known, read_model)
-        for replica in replicas:
-            self._sequence.check(replica)
-        report.differs = warn_of_differences(replicas, self._computing(), self._warned_of_differences)
-        report.skipped = self._gone
-        if not report.version:  # else another part of the same push follows
-            report.version = max(self._floor, *(max(r.state.version, r.newest) for r in replicas)) + 1
-        if self._lost == "skip":
-            # An engine may be lost with this version, and come back when another push of the others has had the number.
-            self._floor = report.version
-        slept = {replica.index: replica.asleep for replica in replicas if replica.asleep or replica.waking}
+        replicas = await self._meet(report, known, read_model)
         try:
-            if slept:
+            while asleep := {r.index: r.asleep for r in replicas if (r.asleep or r.waking) and r.index not in slept}:
+                slept |= asleep
                 # Map the weights of sleeping engines; the KV cache follows after the push.
                 await self._trainer.everywhere(self._trainer.all_own(replicas, self._wake))
-                replicas = await self._introduce(*known)
+                replicas = await self._meet(report, known)
             # "dry_run" and the like (compatibility.py, negotiators.py), where "hello" has not answered them.
             transfers = await self._planner(replicas, report, verify, read[0])
             # "connect", where the channels of the push before do not serve.
@@ -294,6 +286,29 @@ class Pusher:
             await self._sleep_again(replicas, slept)
             raise
         return replicas, transfers, slept
+
+    async def _meet(
+        self, report: SyncReport, known: tuple[Sequence[str], Sequence[str]], work: Callable[[], None] | None = None
+    ) -> list[Replica]:
+        """Introduce the engines, check them, and note in the report what they say: the version, and who is left out.
+        A push may meet them several times, and each time others may be lost, or be back.
+
+        Args:
+            known: `streams` and `updates` of `_introduce`.
+            work: as of `hello`.
+        """
+        replicas = await self._introduce(*known, work)
+        for replica in replicas:
+            self._sequence.check(replica)
+        report.differs = warn_of_differences(replicas, self._computing(), self._warned_of_differences)
+        report.skipped = self._gone
+        # A later part of the same push keeps the number, unless an engine has had it, or a higher one, from elsewhere.
+        if any(r.newest >= report.version or r.state.version > report.version for r in replicas):
+            report.version = max(self._floor, *(max(r.state.version, r.newest) for r in replicas)) + 1
+        if self._lost == "skip":
+            # An engine may be lost with this version, and come back when another push of the others has had the number.
+            self._floor = report.version
+        return replicas
 
     async def _introduce(
         self, streams: Sequence[str] = (), updates: Sequence[str] = (), work: Callable[[], None] | None = None

@@ -188,7 +188,13 @@ class Replica:
     @property
     def served(self) -> str:
         """The kind of state with which requests in flight began, even if the engine is dirty now."""
-        return self.state.kind if self.state.kind != "dirty" else self.workers[0].served
+        return self.state.kind if self.state.kind != "dirty" else self.began
+
+    @property
+    def began(self) -> str:
+        """The kind of state in which it generated last. Where a push has left it paused between commit and resume,
+        requests wait that were made for this kind, and no others of it have begun."""
+        return self.workers[0].served
 
     @property
     def served_tenants(self) -> tuple[str, ...]:

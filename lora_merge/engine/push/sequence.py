@@ -148,7 +148,8 @@ class EngineSequence:
         switches = {replica.served, mode} == {"merged", "adapter"}
         replica.keeps = self.keeps(replica, slept)
         holders = Call("will_keep" if replica.keeps else "holders", wanted=("",))
-        replica.to_adapter = mode == "adapter" if switches else None
+        began = replica.began if replica.still_paused else replica.served
+        replica.to_adapter = mode == "adapter" if switches or {began, mode} == {"merged", "adapter"} else None
         if replica.newest:
             replica.allowed = [CONSTANT_PATH] if brought.kind == "adapter" else []
             switches = switches or bool(replica.kept)  # versions go with the base that they belong to
@@ -332,9 +333,11 @@ class EngineSequence:
         await self.make(replica, [self.make_call("abort", reason=f"a push failed: {replica.error}"), paused, *stops])
 
     async def catch_up(self, replica: Replica, state: State, name: str) -> None:
-        """Reset the caches of an engine that has the new weights after an interrupt, and tell it their name."""
+        """Reset the caches of an engine that has the new weights after an interrupt, tell it their name, and end the
+        requests that came for the old ones alone."""
         replica.queued_calls = []
         calls = [self.make_call("renew_lease"), *self._resets(replica), *_names(name, state)]
+        calls += _end_wrong_mode_requests(replica)
         _check_reset(replica, (await self.make(replica, calls))[1])
 
     async def sleep_again(self, replica: Replica, level: int) -> None:

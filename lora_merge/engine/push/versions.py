@@ -12,6 +12,7 @@ An engine without this base gets it first, in a push of its own: paused, and wit
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from ...errors import InvalidInput, LoraMergeError, PushFailed, PushRefused
@@ -19,9 +20,10 @@ from ...logs import LOG
 from ..adapter_versions import name_of, path_of
 from ..control.base import Call
 from ..state import State
+from ..tenants import stale_requests
 from ..transport.liveness import error_text
 from .planner import Transfer
-from .pusher import Pusher
+from .pusher import ATTEMPTS, Pusher
 from .replica import Replica, SyncReport
 from .transfer import TransferRun
 
@@ -61,25 +63,67 @@ class VersionPusher(Pusher):
 
     async def _locked_push(self, mode: str, verify: bool) -> SyncReport:
         self._planner.keep = self._keep if mode == "adapter" else 0
+        if mode == "adapter" and len(keeps := set(await self._trainer.gather(self._keep))) > 1:
+            raise PushRefused(
+                f"the trainer's ranks keep different numbers of versions: keep= {', '.join(map(str, sorted(keeps)))}. "
+                "Give the same on each"
+            )
         if not self._planner.keep:
             report = await super()._locked_push(mode, verify)
             self._versions = ()
             return report
-        report = self._begin(mode)
-        with report.timed("check"):
-            replicas, transfers, slept = await self._prepare(report, verify)
-        if transfers[-1].state.kind == "base":
-            self._versions = ()
-            await self._carry_out(report, replicas, transfers, slept, verify)
-            written = report.coverage, report.reloaded
+        report, based = self._begin(mode), dict[int, str]()
+        try:
+            await self._bring(report, verify, based)
+        except PushRefused as error:
+            if not based:
+                raise
+            whose = ", ".join(f"engine {index} ({state})" for index, state in based.items())
+            raise PushFailed(
+                f"{error}. Before that, this push has brought the base to {whose}, and no version has followed: "
+                "requests without an adapter are answered by the bare base there"
+            ) from error
+        return report
+
+    async def _bring(self, report: SyncReport, verify: bool, based: dict[int, str]) -> None:
+        """Bring the base to engines that lack it, and then a version to all.
+
+        Args:
+            based: gets which engines hold the base alone meanwhile, by index.
+        """
+        written: tuple[float | None, int] = None, 0
+        for _ in range(ATTEMPTS):
             with report.timed("check"):
                 replicas, transfers, slept = await self._prepare(report, verify)
-        else:
-            written = None, 0
+            if transfers[-1].state.kind != "base":
+                break
+            await self._bring_base(report, replicas, transfers, slept, verify)
+            based |= {replica.index: str(transfers[-1].state) for replica in transfers[-1].replicas}
+            written = report.coverage, report.reloaded
+        else:  # one that is back, another trainer in between
+            whose = ", ".join(f"engine {replica.index}" for replica in transfers[-1].replicas)
+            raise PushRefused(
+                f"the base was gone again {ATTEMPTS} times before the version came, the last time in {whose}"
+            )
         await self._add(report, replicas, transfers[-1], slept, verify)
         self._fill(report, replicas, transfers)
         report.coverage, report.reloaded = written
-        return report
+
+    async def _bring_base(
+        self,
+        report: SyncReport,
+        replicas: Sequence[Replica],
+        transfers: Sequence[Transfer],
+        slept: Mapping[int, int],
+        verify: bool,
+    ) -> None:
+        """Bring the base to some engines. The others answer with their versions meanwhile."""
+        base, pushed = transfers[-1].state, self._pushed
+        without = {replica.index for replica in transfers[-1].replicas}
+        stay = [replica.kept for replica in replicas if replica.index not in without]
+        self._versions = tuple(one for one in self._versions if stay and all(one in kept for kept in stay))
+        await self._carry_out(report, replicas, transfers, slept, verify)
+        self._pushed = pushed or replace(base, kind="adapter")  # the base alone is not what was asked for
 
     async def _add(
         self, report: SyncReport, replicas: Sequence[Replica], one: Transfer, slept: Mapping[int, int], verify: bool
@@ -87,7 +131,10 @@ class VersionPusher(Pusher):
         """Add a version to all engines, or to none."""
         trainer, state = self._trainer, one.state
         for replica in replicas:
-            replica.paused_by_us = replica.still_paused  # a push that failed has left it so
+            replica.paused_by_us = replica.still_paused  # a push that failed, or whose trainer died, has left it so
+            if replica.still_paused:  # perhaps with requests for what was merged before the base came
+                replica.to_adapter = True if replica.began == "merged" else None
+                replica.stale = stale_requests(replica.served_tenants, state.tenants)
         switching = False
         try:
             await _VersionRun(
@@ -134,7 +181,10 @@ class VersionPusher(Pusher):
         """Make a version that its workers have received the newest of an engine."""
         path = path_of(state)
         add = self._sequence.make_call("add_version", state=state.to_json(), preload=replica.handle.preloads)
-        calls = [add, Call("allow_adapters", ([*map(path_of, replica.kept), path], False))]
+        # One that stands still has requests, perhaps, for versions that have gone: they would end it when it goes on.
+        leaving = replica.workers[0].leaving if replica.still_paused else ()
+        stay = [path_of(one) for one in (*leaving, *replica.kept)]
+        calls = [add, Call("allow_adapters", ([*stay, path], replica.still_paused))]
         if not replica.handle.preloads:
             calls.append(Call("name_version", (name_of(state.version), path)))
         await self._sequence.make(replica, calls)
@@ -177,6 +227,7 @@ class VersionPusher(Pusher):
         await self._trainer.each(replicas, back, failed=True)
         for replica in replicas:
             replica.error = replica.error or "another engine failed"  # those that slept sleep again
+            replica.paused_by_us = False  # one that stood still stays so, with its requests, until a push is through
         await self._trainer.each(replicas, partial(self._sequence.go_on, slept=slept), failed=True)
         return stuck
 

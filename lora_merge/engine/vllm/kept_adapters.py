@@ -62,7 +62,7 @@ class KeptAdapters:
         manager: vLLM's `LRUCacheWorkerLoRAManager`.
 
     Attributes:
-        newest: number of the newest version that there ever was; no later one gets it again.
+        newest: number of the newest version that ever came; no later one gets it again.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -106,7 +106,6 @@ class KeptAdapters:
                 inner.activate_adapter(number)
                 inner._last_mapping = None  # vLLM 0.26 notes no places
         self._kept[path_of(state)] = kept
-        self.newest = max(self.newest, state.version)
 
     def remove(self, path: str) -> State | None:
         """Drop a version; return what the engine held before it, None where it is not here."""
@@ -139,10 +138,26 @@ def kept_adapters(manager: Any) -> KeptAdapters | None:
     return found if isinstance(found, KeptAdapters) else None
 
 
-def _receiver(session: WorkerSession, table: Any, rank: int, state: dict[str, Any], verify: bool) -> Callable[[], Any]:
+def _keeper(worker: Any) -> KeptAdapters:
+    """Return the versions that a worker keeps, from now on where it never had one."""
+    manager = worker.raw.model_runner.lora_manager
+    kept = kept_adapters(manager)
+    if kept is None:
+        if not hasattr(manager, "_load_adapter"):
+            raise RuntimeError(f"this vLLM's {type(manager).__name__} has no _load_adapter: push without keep")
+        kept = manager._load_adapter = KeptAdapters(manager)
+    return kept
+
+
+def _receiver(
+    worker: Any, session: WorkerSession, table: Any, rank: int, state: dict[str, Any], verify: bool
+) -> Callable[[], Any]:
     """Return what receives a version, after a check that it fits what the engine holds."""
-    _check_base(session, State(**state))
-    version = ReceivedVersion(rank)
+    brought, version, kept = State(**state), ReceivedVersion(rank), _keeper(worker)
+    _check_base(session, brought)
+    # Noted before any is added: the door may be told of a version that no worker has got after all, and by this the
+    # next push knows that there is a door.
+    kept.newest = max(kept.newest, brought.version)
 
     def keep(slots: Sequence[Slot], received: Received) -> None:
         assert received.data is not None
@@ -168,7 +183,7 @@ def receive_version(
     worker: Any, session: WorkerSession, table: Any, rank: int, state: dict[str, Any], verify: bool
 ) -> None:
     """Receive a version of an adapter. Nothing changes before `add_version`."""
-    session.update = _receiver(session, table, rank, state, verify)()
+    session.update = _receiver(worker, session, table, rank, state, verify)()
 
 
 @OPERATIONS.register
@@ -178,7 +193,7 @@ def stage_version(
     """Begin to receive a version in a thread, while the engine goes on generating; `staged` says when it is here."""
     session.end_staging()
     session.update = None
-    session.staging = Staging(session.device, _receiver(session, table, rank, state, verify))
+    session.staging = Staging(session.device, _receiver(worker, session, table, rank, state, verify))
 
 
 @OPERATIONS.register
@@ -192,13 +207,7 @@ def add_version(worker: Any, session: WorkerSession, state: dict[str, Any], prel
     before = _check_base(session, brought)
     if not isinstance(version, ReceivedVersion):
         raise RuntimeError("a version has to be received before it is added; push again")
-    manager = worker.raw.model_runner.lora_manager
-    kept = kept_adapters(manager)
-    if kept is None:
-        if not hasattr(manager, "_load_adapter"):
-            raise RuntimeError(f"this vLLM's {type(manager).__name__} has no _load_adapter: push without keep")
-        kept = manager._load_adapter = KeptAdapters(manager)
-    kept.add(brought, before, version, preload and not session.asleep())
+    _keeper(worker).add(brought, before, version, preload and not session.asleep())
     session.update = None
     session.switch(brought)
 
