@@ -91,6 +91,7 @@ def config_of(kind: str, larger: bool = False) -> Any:
             vision = t.Qwen2_5_VLConfig(text_config=text, vision_config=tower | {"fullatt_block_indexes": [1]}, **vl)
         case "qwen3_vl":
             text = sized(text | {"head_dim": 16})
+            text["rope_parameters"] = text["rope_parameters"] | {"mrope_interleaved": True}  # as the hub has it
             tower |= {"out_hidden_size": text["hidden_size"]}
             vision = t.Qwen3VLConfig(text_config=text, vision_config=tower | {"deepstack_visual_indexes": [0]}, **vl)
         case "qwen3_vl_moe":
