@@ -27,6 +27,14 @@ SIZES: dict[str, Any] = {
 }
 MOE = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 TOKENS = torch.arange(1, 25).view(2, 12) * 7 % 101
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN |= {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+"""As DeepSeek-V3 has it; the plain one vLLM 0.32 rotates wrongly on CPUs (`test_vllms_kernel_takes_heads_for_tokens`)."""
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 
 
@@ -79,6 +87,7 @@ def config_of(kind: str, larger: bool = False) -> Any:
         case "deepseek_v3":
             latent = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 16}
             latent |= {"qk_nope_head_dim": 8, "num_key_value_heads": 4, "n_group": 2, "topk_group": 1}
+            latent |= {"rope_parameters": YARN, "max_position_embeddings": 256}
             experts = {"n_shared_experts": 1, "n_routed_experts": 4, "first_k_dense_replace": 1}
             return t.DeepseekV3Config(**sized(SIZES | MOE | latent | experts | {"routed_scaling_factor": 1.5} | hub))
         case "qwen3_next":

@@ -127,7 +127,8 @@ OLD = {
 }
 """What Megatron-Bridge 0.3.1 asks of a configuration, and transformers 5 calls something else."""
 PROVIDED: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {"moe_router_score_function": "sigmoid", "rope_type": "rope", "moe_router_dtype": "fp32"},
+    "deepseek_v3": {"moe_router_score_function": "sigmoid", "rope_type": "yarn", "moe_router_dtype": "fp32"}
+    | {"original_max_position_embeddings": hf_kinds.YARN["original_max_position_embeddings"]},
     "gpt_oss": {"attention_backend": AttnBackend.local},
 }
 
