@@ -28,13 +28,11 @@ SIZES: dict[str, Any] = {
 MOE = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 TOKENS = torch.arange(1, 25).view(2, 12) * 7 % 101
 YARN: dict[str, Any] = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-YARN |= {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
-"""As DeepSeek-V3 has it; the plain one vLLM 0.32 rotates wrongly on CPUs (`test_vllms_kernel_takes_heads_for_tokens`)."""
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+    "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+"""As DeepSeek-V3 has it. Plain positions of latent attention are rotated wrongly by vLLM 0.32's kernel for CPUs; see
+`test_vllm_megatron_kinds`."""
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 
 

@@ -206,3 +206,22 @@ def test_the_engine_holds_what_megatron_trains(
     if options == IMAGES:
         getattr(engines, f"{kind}_processor")().save_pretrained(folder)
     spawn(2, work, folder, kind, grid, options, timeout=timedelta(minutes=8))
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="of vLLM's build for CPUs")
+def test_vllms_kernel_takes_heads_for_tokens() -> None:
+    """Latent attention gives it queries `[tokens, heads, dim]`, of which vLLM 0.32 rotates the first rows alone, as if
+    each were a token. Where this fails it no longer does: docs/architectures.md is to be changed."""
+    from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    tokens, heads, dim = 12, 4, 64
+    angles = torch.arange(tokens)[:, None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+    cache = torch.cat([angles.cos(), angles.sin()], -1)
+    before = torch.randn(tokens, heads, dim, generator=torch.manual_seed(0))
+    query, flat, key = before.clone(), before.flatten(1).clone(), torch.zeros(tokens, dim)
+    for given in (query, flat):
+        ops.rotary_embedding(torch.arange(tokens), given, key, dim, cache, False)
+    assert torch.equal(query.view(-1, dim)[tokens:], before.view(-1, dim)[tokens:])
+    assert not torch.allclose(flat.view(-1, dim)[tokens:], before.view(-1, dim)[tokens:], atol=0.1)
