@@ -295,9 +295,9 @@ HYBRIDS: tuple[Architecture, ...] = (
 LATENT_ATTENTION: tuple[Architecture, ...] = tuple(
     Architecture(name, FEW | LATENT, experts=True, label=label, gpu=True, cpu=False, why=why, engine=engine)
     for name, label, why, engine in (
-        ("DeepseekV3", "DeepSeek-V3", "its own kernels; with `CPU_MLA` vLLM answers otherwise (row DeepseekV3)", {}),
+        ("DeepseekV3", "DeepSeek-V3", "its own kernels; a CPU's are the row DeepseekV3", {}),
         ("DeepseekV3", "DeepSeek-V3, FP8 cache", "a cache of FP8 for latent attention", {"kv_cache_dtype": "fp8"}),
-        ("Glm4MoeLite", "GLM-4.7-Flash", "its own kernels, as of DeepSeek-V3", {}),
+        ("Glm4MoeLite", "GLM-4.7-Flash", "its own kernels; a CPU's rotates plain positions wrongly", {}),
     )
 )
 SPARSE: tuple[Architecture, ...] = (
