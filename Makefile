@@ -44,7 +44,8 @@ test-all: test test-installs test-aarch64 test-peft test-vllm test-sglang test-s
 # One of them trains with megatron-core, one with DeepSpeed.
 test-vllm: $(VLLM)/installed $(VLLM)/vision/done $(VENV)/megatron/done $(VENV)/libraries/done ## Real vLLM engines on the CPU: about 3 GB of packages
 	PYTHONPATH=$(VENV)/megatron $(VLLM)/bin/python -m pytest $(ARGS) tests/vllm
-	PYTHONPATH=$(CURDIR)/tests/support/vision:$(CURDIR)/$(VLLM)/vision $(VLLM)/bin/python -m pytest $(ARGS) tests/vllm/test_vllm_seen.py tests/vllm/test_vllm_classes.py
+	PYTHONPATH=$(CURDIR)/tests/support/vision:$(CURDIR)/$(VLLM)/vision:$(VENV)/megatron $(VLLM)/bin/python -m pytest \
+		-k "seen or classes or qwen2_5_vl or qwen3_vl" $(ARGS) tests/vllm/test_vllm_seen.py tests/vllm/test_vllm_classes.py tests/vllm/test_vllm_megatron_kinds.py
 	PYTHONPATH=$(VENV)/libraries TORCH_EXTENSIONS_DIR=$(EXTENSIONS)/vllm $(VLLM)/bin/python -m pytest $(ARGS) tests/libraries_vllm
 
 # Of some the trainer has bitsandbytes or DeepSpeed.

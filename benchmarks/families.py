@@ -43,6 +43,13 @@ LATENT: dict[str, Any] = MLA | {
 CPU_MLA: dict[str, Any] = {"attention_backend": "CPU_MLA"}
 
 
+def yarn(mscale: float) -> dict[str, Any]:
+    """Return the positions of DeepSeek's checkpoints. With plain ones, as of GLM-4.7-Flash, vLLM 0.32's kernel for CPUs
+    takes the heads of latent attention for tokens (tests/vllm/test_vllm_megatron_kinds.py)."""
+    scales = {"factor": 4.0, "original_max_position_embeddings": 64, "mscale": mscale, "mscale_all_dim": mscale}
+    return {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "beta_fast": 32, "beta_slow": 1} | scales}
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """A tiny model of transformers.
@@ -202,8 +209,8 @@ TEXT: tuple[Architecture, ...] = (
     moe("Glm4Moe", **HEAD, n_routed_experts=4, moe_intermediate_size=64, first_k_dense_replace=1,
         n_group=1, topk_group=1),
     moe("FlexOlmo", num_experts=4),
-    Architecture("DeepseekV2", FEW | MLA, experts=True, engine=CPU_MLA),
-    Architecture("DeepseekV3", FEW | MLA | {"topk_method": "noaux_tc"}, experts=True, engine=CPU_MLA),
+    Architecture("DeepseekV2", FEW | MLA | yarn(0.707), experts=True, engine=CPU_MLA),
+    Architecture("DeepseekV3", FEW | LATENT | yarn(1.0), experts=True, engine=CPU_MLA),
     moe("HunYuanMoEV1", **HEAD, num_experts=4, moe_topk=2),
     moe("GraniteMoeShared", num_local_experts=4, shared_intermediate_size=64),
 )  # fmt: skip
@@ -288,9 +295,9 @@ HYBRIDS: tuple[Architecture, ...] = (
 LATENT_ATTENTION: tuple[Architecture, ...] = tuple(
     Architecture(name, FEW | LATENT, experts=True, label=label, gpu=True, cpu=False, why=why, engine=engine)
     for name, label, why, engine in (
-        ("DeepseekV3", "DeepSeek-V3", "its own kernels; with `CPU_MLA` vLLM answers otherwise (row DeepseekV3)", {}),
+        ("DeepseekV3", "DeepSeek-V3", "its own kernels; a CPU's are the row DeepseekV3", {}),
         ("DeepseekV3", "DeepSeek-V3, FP8 cache", "a cache of FP8 for latent attention", {"kv_cache_dtype": "fp8"}),
-        ("Glm4MoeLite", "GLM-4.7-Flash", "its own kernels, as of DeepSeek-V3", {}),
+        ("Glm4MoeLite", "GLM-4.7-Flash", "its own kernels; a CPU's rotates plain positions wrongly", {}),
     )
 )
 SPARSE: tuple[Architecture, ...] = (

@@ -142,13 +142,26 @@ def qwen2_5_vl() -> nn.Module:
 
 def qwen2_5_vl_processor() -> Any:
     """Bytes as tokens, and what makes patches of images; needs torchvision."""
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+
+    return Qwen2_5_VLProcessor(Qwen2VLImageProcessor(), _tokenizer(), Qwen2VLVideoProcessor(), chat_template="")
+
+
+def qwen3_vl_processor() -> Any:
+    """Bytes as tokens, and what makes few patches of images; needs torchvision."""
+    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    pixels = Qwen2VLImageProcessor(patch_size=16, size={"shortest_edge": 56 * 56, "longest_edge": 128 * 128})
+    return Qwen3VLProcessor(pixels, _tokenizer(), Qwen3VLVideoProcessor(), chat_template="")
+
+
+def _tokenizer() -> Any:
     from tokenizers.pre_tokenizers import ByteLevel
-    from transformers import Qwen2_5_VLProcessor, Qwen2TokenizerFast, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+    from transformers import Qwen2TokenizerFast
 
     vocabulary = {character: i for i, character in enumerate(sorted(ByteLevel.alphabet()))}
     vocabulary |= {token: 256 + i for i, token in enumerate(SPECIAL)}
-    tokenizer = Qwen2TokenizerFast(vocab=vocabulary, merges=[], extra_special_tokens=SPECIAL)
-    return Qwen2_5_VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor(), chat_template="")
+    return Qwen2TokenizerFast(vocab=vocabulary, merges=[], extra_special_tokens=SPECIAL)
 
 
 CLIENT_THREADS = ("EngineCoreOutputQueueThread", "MPClientEngineMonitor")

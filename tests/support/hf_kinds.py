@@ -27,6 +27,12 @@ SIZES: dict[str, Any] = {
 }
 MOE = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 TOKENS = torch.arange(1, 25).view(2, 12) * 7 % 101
+YARN: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+    "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+"""As DeepSeek-V3 has it. Plain positions of latent attention are rotated wrongly by vLLM 0.32's kernel for CPUs; see
+`test_vllm_megatron_kinds`."""
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 
 
@@ -39,8 +45,17 @@ LARGER: dict[str, Any] = {
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
     "kv_lora_rank": 512,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "mamba_head_dim": 32,
 }
-"""What vLLM's CPU backend wants of attention."""
+"""What vLLM's CPU backend wants of attention, of gated delta nets and of Mamba."""
+HUB: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True},
+    "qwen3_next": {"norm_topk_prob": True},
+    "nemotron_h": {"chunk_size": 64},
+}
+"""What vLLM asks of a configuration: those of the hub have it, transformers' own may not."""
 
 
 def config_of(kind: str, larger: bool = False) -> Any:
@@ -50,6 +65,8 @@ def config_of(kind: str, larger: bool = False) -> Any:
         larger: with sizes that vLLM serves on a CPU.
     """
     import transformers as t
+
+    hub = HUB.get(kind, {})
 
     def sized(sizes: dict[str, Any]) -> dict[str, Any]:
         grown = {name: LARGER[name] for name in sizes if larger and name in LARGER}
@@ -68,19 +85,22 @@ def config_of(kind: str, larger: bool = False) -> Any:
         case "deepseek_v3":
             latent = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 16}
             latent |= {"qk_nope_head_dim": 8, "num_key_value_heads": 4, "n_group": 2, "topk_group": 1}
+            latent |= {"rope_parameters": YARN, "max_position_embeddings": 256}
             experts = {"n_shared_experts": 1, "n_routed_experts": 4, "first_k_dense_replace": 1}
-            return t.DeepseekV3Config(**sized(SIZES | MOE | latent | experts | {"routed_scaling_factor": 1.5}))
+            return t.DeepseekV3Config(**sized(SIZES | MOE | latent | experts | {"routed_scaling_factor": 1.5} | hub))
         case "qwen3_next":
             delta = {"linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2}
             delta |= {"linear_num_value_heads": 4, "linear_conv_kernel_dim": 4, "head_dim": 16}
             experts = {"num_experts": 4, "shared_expert_intermediate_size": 32, "full_attention_interval": 2}
             rope = {"rope_parameters": ROPE | {"partial_rotary_factor": 0.25}}
-            return t.Qwen3NextConfig(**sized(SIZES | MOE | delta | experts | rope))
+            return t.Qwen3NextConfig(**sized(SIZES | MOE | delta | experts | rope | hub))
         case "nemotron_h":
             mamba = {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 16, "head_dim": 16}
             experts = {"n_routed_experts": 4, "n_shared_experts": 1, "moe_shared_expert_intermediate_size": 32}
-            pattern = {"hybrid_override_pattern": "M*-E", "num_hidden_layers": 4, "use_mamba_kernels": False}
-            return t.NemotronHConfig(**sized(SIZES | MOE | mamba | experts | pattern))
+            layers = {"hybrid_override_pattern": "M*-E", "num_hidden_layers": 4}
+            return t.NemotronHConfig(
+                **sized(SIZES | MOE | mamba | experts | layers | hub | {"use_mamba_kernels": False})
+            )
         case "gpt_oss":
             rope = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
             rope |= {"original_max_position_embeddings": 4096, "rope_theta": 150000.0}
@@ -91,6 +111,7 @@ def config_of(kind: str, larger: bool = False) -> Any:
             vision = t.Qwen2_5_VLConfig(text_config=text, vision_config=tower | {"fullatt_block_indexes": [1]}, **vl)
         case "qwen3_vl":
             text = sized(text | {"head_dim": 16})
+            text["rope_parameters"] = text["rope_parameters"] | {"mrope_interleaved": True}  # as the hub has it
             tower |= {"out_hidden_size": text["hidden_size"]}
             vision = t.Qwen3VLConfig(text_config=text, vision_config=tower | {"deepstack_visual_indexes": [0]}, **vl)
         case "qwen3_vl_moe":

@@ -127,8 +127,8 @@ OLD = {
 }
 """What Megatron-Bridge 0.3.1 asks of a configuration, and transformers 5 calls something else."""
 PROVIDED: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {"moe_router_score_function": "sigmoid", "rope_type": "rope", "moe_router_dtype": "fp32"},
-    "nemotron_h": {"hybrid_override_pattern": "M*-E", "num_layers": 4},
+    "deepseek_v3": {"moe_router_score_function": "sigmoid", "rope_type": "yarn", "moe_router_dtype": "fp32"}
+    | {"original_max_position_embeddings": hf_kinds.YARN["original_max_position_embeddings"]},
     "gpt_oss": {"attention_backend": AttnBackend.local},
 }
 
@@ -175,6 +175,8 @@ def build(
         "moe_token_dispatcher_type": "allgather" if grid.ep == 1 else "alltoall",
     }  # fmt: skip
     sizes |= {name: value for name, value in text.rope_parameters.items() if name == "mrope_section"}
+    if kind == "nemotron_h":
+        sizes |= {"hybrid_override_pattern": config.hybrid_override_pattern, "num_layers": config.num_hidden_layers}
     for name, value in (ON_CPU | sizes | PROVIDED.get(kind, {}) | options).items():
         setattr(provider, name, value)
     if cut:
@@ -190,12 +192,18 @@ def build(
     return bridge, [chunk.eval()]
 
 
-def logits(kind: str, chunks: list[Any]) -> Tensor:
+def logits(kind: str, chunks: list[Any], tokens: Tensor = hf_kinds.TOKENS) -> Tensor:
     """What the (language) model says on every rank."""
     if "vl" not in kind:
-        return mm.logits(chunks, hf_kinds.TOKENS)
-    positions = torch.arange(hf_kinds.TOKENS.shape[1]).expand(3, *hf_kinds.TOKENS.shape)
-    return mm.logits([chunk.language_model for chunk in chunks], hf_kinds.TOKENS, positions)
+        return mm.logits(chunks, tokens)
+    positions = torch.arange(tokens.shape[1]).expand(3, *tokens.shape)
+    return mm.logits([chunk.language_model for chunk in chunks], tokens, positions)
+
+
+def log_probs(kind: str, chunks: list[Any], prompts: Tensor, answers: Tensor, vocabulary: int) -> Tensor:
+    """Return of each answer's tokens, a row a prompt, the log-probs on every rank."""
+    said = logits(kind, chunks, torch.cat([prompts, answers], 1))[:, prompts.shape[1] - 1 : -1, :vocabulary]
+    return said.float().log_softmax(-1).gather(-1, answers[..., None]).squeeze(-1)
 
 
 def tower(kind: str, chunks: list[Any]) -> Tensor | None:
