@@ -14,6 +14,8 @@ from ..errors import AlreadyMerged, InvalidInput, PushRefused, UnsupportedAdapte
 from ..models.pausing import training_of
 from ..stream.weights import MergedWeights
 
+PATHS = "/lora_merge/tenants/"
+"""Begins the paths of tenants in requests, which name no files."""
 _FIRST_ID, _IDS = 1 << 30, 1 << 29
 """Ids of tenants in engines: a range in which nobody counts, below the id of adapter mode."""
 

@@ -19,11 +19,12 @@ from peft import LoraConfig
 from trainer_benchmark import ran
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineGenerateError
 
 from lora_merge import InvalidInput, PushFailed, PushRefused, UnsupportedAdapter, VllmSync
 from lora_merge.engine.tenants import tenant_id
 from lora_merge.engine.vllm import worker as vllm_worker
-from lora_merge.engine.vllm.core import lora_merge_end_tenants_requests
+from lora_merge.engine.vllm.kept_requests import lora_merge_tenants
 from lora_merge.engine.vllm.mixed_batches import _leaving, own
 from lora_merge.engine.vllm.sync import VllmSync as Sync
 
@@ -270,12 +271,12 @@ def test_requests_of_other_tenants_end() -> None:
     ended: list[str] = []
     scheduler = SimpleNamespace(requests=requests, finish_requests=lambda names, status: ended.extend(names))
     core = SimpleNamespace(scheduler=scheduler)
-    lora_merge_end_tenants_requests(core, False, [])
+    lora_merge_tenants(core, False, [], [])
     assert not ended
-    lora_merge_end_tenants_requests(core, False, [tenant_id("b")])
+    lora_merge_tenants(core, False, [tenant_id("b")], [])
     assert ended == ["gone"]
     ended.clear()
-    lora_merge_end_tenants_requests(core, True, [])
+    lora_merge_tenants(core, True, [], [])
     assert ended == ["bare"]
 
 
@@ -342,6 +343,12 @@ async def in_flight_scenario(llm: Any, model: Any) -> None:
     if ended is not None and ended.outputs[0].finish_reason != "abort":  # it came before the pause
         assert_own([ended], model, "b", one)
     assert_own([await request("alone", None, 10)], model, "b", one)
+    with pytest.raises(ValueError, match=r"lora_merge/a is no tenant of this engine \(any more\)"):
+        await request("too late", sync.lora_request(tenant="a") or late["a"], 10)
+    llm.input_processor._validate_lora.tenants = frozenset({tenant_id("a")})  # as where another process has pushed
+    with pytest.raises(EngineGenerateError):
+        await request("too late for the core", late["a"], 10)
+    assert_own([await request("still alone", None, 10)], model, "b", one)
     await other.aclose()
     await sync.aclose()
 
