@@ -240,6 +240,12 @@ def test_vllms_own_kernels_still_mix_rows_up() -> None:
         kernel(rows, torch.ones(2, 1, 4, 3), made, slots, 1.0)
         assert made[0].eq(3).all()
         assert made[1].eq(3 if mixed else 0).all()
+        # What another tenant has become is nothing to these rows.
+        weights, out = torch.full((1, 1, 5, 4), torch.nan), torch.full((3, 5), 7.0)
+        _leaving(own(lora_ops.bgmv_expand))(torch.ones(3, 4), weights, out, torch.tensor([-1, 0, -1]), True)
+        assert out.isnan().any(-1).tolist() == [False, True, False]
+        _leaving(own(lora_ops.bgmv_expand))(torch.ones(3, 4), weights, out, torch.tensor([-1, -1, -1]), False)
+        assert out[0].eq(7).all()
 
 
 def test_bfloat16_is_right_up_to_its_rounding(tmp_path: Path) -> None:
@@ -343,8 +349,9 @@ async def in_flight_scenario(llm: Any, model: Any) -> None:
     if ended is not None and ended.outputs[0].finish_reason != "abort":  # it came before the pause
         assert_own([ended], model, "b", one)
     assert_own([await request("alone", None, 10)], model, "b", one)
-    with pytest.raises(ValueError, match=r"lora_merge/a is no tenant of this engine \(any more\)"):
-        await request("too late", sync.lora_request(tenant="a") or late["a"], 10)
+    with pytest.raises(EngineGenerateError) as refused:
+        await request("too late", late["a"], 10)
+    assert "lora_merge/a is no tenant of this engine (any more)" in str(refused.value.__cause__)
     llm.input_processor._validate_lora.tenants = frozenset({tenant_id("a")})  # as where another process has pushed
     with pytest.raises(EngineGenerateError):
         await request("too late for the core", late["a"], 10)

@@ -45,11 +45,18 @@ def own(kernel: Callable[..., None]) -> Callable[..., None]:
 
 
 def _leaving(kernel: Callable[..., None]) -> Callable[..., None]:
-    """Return a kernel to which rows without a slot are zeros, of which it makes zeros."""
+    """Return a kernel that leaves the output of rows without a slot alone. (Zeros in their place would do, but for an
+    adapter in the last slot that has become infinite or NaN.)"""
 
     @functools.wraps(kernel)
     def mended(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, *args: Any, **kwargs: Any) -> None:
-        kernel(inputs.masked_fill((slots < 0)[:, None], 0), weights, output, slots, *args, **kwargs)
+        rows = slots >= 0
+        if rows.all():
+            kernel(inputs, weights, output, slots, *args, **kwargs)
+        elif rows.any():
+            part = output[rows]
+            kernel(inputs[rows], weights, part, slots[rows], *args, **kwargs)
+            output[rows] = part
 
     setattr(mended, _MENDED, kernel)
     return mended
