@@ -283,6 +283,14 @@ class RayControl(AsyncControl):
         # An actor around an LLM does one call after the other: it stands still whenever it takes ours.
         return hasattr(self.engine, "pause_generation")
 
+    async def will_keep(self) -> str:
+        if not hasattr(self.engine, "update_weight_version"):
+            raise PushRefused(
+                "this actor does not offer update_weight_version, so that the engine's answers could not say which "
+                "weights computed what: let it, as vLLM's own classes do, or push with cache='reset'"
+            )
+        return await super().will_keep()
+
     async def paused(self) -> bool:
         return await super().paused() if self.keeps else not await self.moves()
 
