@@ -290,3 +290,6 @@ def test_arguments_and_ids() -> None:
     alone = models.with_lora(models.qwen2)
     with train_merged(alone), pytest.raises(InvalidInput, match="leave tenants out"):
         Tenants(["default"], alone)
+    later = Tenants(["default"], alone)
+    with train_merged(alone), pytest.raises(InvalidInput, match="leave tenants out"):
+        later.check_model()
