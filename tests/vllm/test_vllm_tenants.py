@@ -201,6 +201,11 @@ def test_what_is_refused_by_name(llm: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm_worker, "unserved_modules", lambda manager, modules: [m for m in modules if "o_proj" in m])
         refused(r"tenant 'hot': vLLM has no LoRA layer for model\.layers\.0\.self_attn\.o_proj", r=2)
+        # An engine that was started anew with less, in the middle of a sync's life.
+        patch.setattr(vllm_worker, "limits", lambda config: {"max_rank": 8, "dtype": "float32", "room": 4})
+        with pytest.raises(PushRefused, match=r"tenant 'a' beside the merged 'hot' has rank 10 .*max_lora_rank 8"):
+            sync.push()
+        assert sync.states() == held
     refused("there is no adapter 'd'", InvalidInput, names=("hot", "d"))
     for name in "cdef":
         model.add_adapter(name, LoraConfig(r=2, target_modules=["q_proj"]))
