@@ -313,6 +313,9 @@ class EngineSequence:
                 notes["waking"] = False
             if not replica.error:
                 calls += _end_wrong_mode_requests(replica)
+            elif replica.paused_by_us and replica.to_adapter is not None and replica.state.kind == replica.served:
+                # Those that came meanwhile were made for the mode that has not come.
+                calls.append(Call("end_wrong_mode_requests", (not replica.to_adapter,)))
             if replica.paused_by_us:
                 calls.append(Call("resume"))
                 # A pause that timed out may take effect yet: the next push then knows that it is none of the user's.
