@@ -8,10 +8,13 @@ merged one needs no adapter, would be answered by another's policy. Seen in vLLM
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+
+from . import internals
 
 KERNELS = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
 """Each takes the rows first, and the number of each row's slot as the fourth argument; others call these."""
@@ -27,14 +30,12 @@ def mend(config: Any) -> None:
     """
     if config.lora_config is None or config.device_config.device_type != "cpu":
         return
-    from vllm.lora.ops.torch_ops import lora_ops
-    from vllm.lora.punica_wrapper import punica_cpu
-
+    kernels, caller = internals.lora_ops, sys.modules[internals.PunicaWrapperCPU.__module__]
     for name in KERNELS:
-        kernel = getattr(lora_ops, name)
+        kernel = getattr(kernels, name)
         if not hasattr(kernel, _MENDED):
             kernel = _leaving(kernel)
-            for module in (lora_ops, punica_cpu):
+            for module in (kernels, caller):
                 setattr(module, name, kernel)
 
 
