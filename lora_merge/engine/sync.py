@@ -289,6 +289,7 @@ class EngineSync(VersionPusher):
             if hottest is not None:
                 raise InvalidInput(f"hottest={hottest!r} names one of tenants, and this {type(self).__name__} has none")
             return await self._push(mode, verify, keep=keep)
+        tenants.check_model()
         if hottest is not None:
             tenants.check(hottest, "hottest")
         if mode not in (None, "merged"):

@@ -14,6 +14,8 @@ from ..errors import AlreadyMerged, InvalidInput, PushRefused, UnsupportedAdapte
 from ..models.pausing import training_of
 from ..stream.weights import MergedWeights
 
+PATHS = "/lora_merge/tenants/"
+"""Begins the paths of tenants in requests, which name no files."""
 _FIRST_ID, _IDS = 1 << 30, 1 << 29
 """Ids of tenants in engines: a range in which nobody counts, below the id of adapter mode."""
 
@@ -73,11 +75,8 @@ class Tenants:
             other = ids.setdefault(tenant_id(name), name)
             if other != name:
                 raise InvalidInput(f"tenants {other!r} and {name!r} would have one id in engines: rename one of them")
-        if training_of(model) is not None:
-            raise InvalidInput(
-                "train_merged(model) trains on the weights of the adapters that act, and tenants want each adapter by "
-                "itself: leave tenants out, or close() the training"
-            )
+        self._model = model
+        self.check_model()
         self.names = tuple(names)
         self.merged = self.names[0]
         self._settled = self._pushed = False
@@ -86,6 +85,14 @@ class Tenants:
     def order(self) -> tuple[str, ...]:
         """All names, that of the merged one first."""
         return self.merged, *(name for name in self.names if name != self.merged)
+
+    def check_model(self) -> None:
+        """Raise `InvalidInput` if the model is trained on merged weights (now)."""
+        if training_of(self._model) is not None:
+            raise InvalidInput(
+                "train_merged(model) trains on the weights of the adapters that act, and tenants want each adapter by "
+                "itself: leave tenants out, or close() the training"
+            )
 
     def check(self, name: Any, argument: str) -> None:
         """Raise `InvalidInput` if an argument names no tenant."""

@@ -11,18 +11,20 @@ import pytest
 
 from lora_merge import PushRefused
 from lora_merge.engine.adapter_versions import CONSTANT_PATH, name_of, path_of, version_of
+from lora_merge.engine.control.base import Call
 from lora_merge.engine.control.calls import drive
 from lora_merge.engine.control.http import Answered, NoRoute
 from lora_merge.engine.state import State, change
+from lora_merge.engine.tenants import PATHS, tenant_id
 from lora_merge.engine.vllm import kept_requests
-from lora_merge.engine.vllm.control import HttpControl
+from lora_merge.engine.vllm.control import HttpControl, LlmControl
 from lora_merge.engine.vllm.kept_requests import guard, lora_merge_adapters, shut
 
 FIRST, SECOND = (State("adapter", number, "base", trainer="t") for number in (1, 2))
 
 
 def lora(path: str, name: str = "") -> Any:
-    return SimpleNamespace(lora_name=name, lora_path=path)
+    return SimpleNamespace(lora_name=name, lora_path=path, lora_int_id=7)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +103,71 @@ def test_the_door_of_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
     found = lora_merge_adapters(core, json.dumps({"allowed": [path_of(SECOND)], "end": True}))
     assert json.loads(found) == {"in_use": []}
     assert ended == ["before any version", "kept"]
+
+
+def test_tenants_that_are_served_no_longer_do_not_come_in() -> None:
+    class Guarded(Core):
+        pass
+
+    guard(Guarded)
+    core = Guarded()
+
+    def ask(name: str, tenant: str) -> None:
+        one = request(name, f"{PATHS}{tenant}")
+        one.lora_request.lora_int_id = tenant_id(tenant)
+        core.add_request(one)
+
+    ask("of an engine that was started anew", "a")
+    assert core.collective_rpc("lora_merge_tenants", None, (False, [], [tenant_id("a")])) == [None]
+    ask("served", "a")
+    ask("another", "b")
+    core.add_request(request("a version", path_of(FIRST)))
+    core.collective_rpc("lora_merge_tenants", args=(False, [], []))
+    ask("gone", "a")
+    assert [name for [name], _ in core.refused] == ["of an engine that was started anew", "another", "gone"]
+    assert list(core.scheduler.requests) == ["served", "a version"]
+    seen: list[Any] = []
+    engine = SimpleNamespace(input_processor=SimpleNamespace(_validate_lora=seen.append))
+    asked = SimpleNamespace(lora_name="lora_merge/a", lora_int_id=tenant_id("a"), lora_path=f"{PATHS}a")
+    shut(engine, tenants=[tenant_id("a")])
+    engine.input_processor._validate_lora(asked)
+    engine.input_processor._validate_lora(lora(CONSTANT_PATH))
+    shut(engine, [])
+    engine.input_processor._validate_lora(asked)
+    shut(engine, tenants=[])
+    with pytest.raises(ValueError, match=r"lora_merge/a is no tenant of this engine \(any more\)"):
+        engine.input_processor._validate_lora(asked)
+    assert len(seen) == 3
+
+
+def test_the_door_stays_as_it_is_where_a_push_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine answers with what it held, to requests for what it held."""
+    engine = SimpleNamespace(
+        input_processor=SimpleNamespace(_validate_lora=lambda lora: None),
+        engine_core=SimpleNamespace(call_utility=None),
+    )
+    control = LlmControl(engine)
+    control.workers = [1]
+    shut(engine, [path_of(FIRST)], tenants=[tenant_id("a")])
+    door: Any = engine.input_processor._validate_lora
+    came = ["[]"]
+
+    async def in_core(asked: Any) -> str:
+        return json.dumps({"returned": came, "failed": "work: it broke"})
+
+    monkeypatch.setattr(control, "_in_core", in_core)
+    calls = [
+        Call("reset_media_caches"),
+        Call("allow_adapters", ([], True)),
+        Call("end_tenants_requests", (True, [], [])),
+    ]
+    with pytest.raises(RuntimeError, match="it broke"):
+        drive(control.chain(calls))
+    assert (door.allowed, door.tenants) == ({path_of(FIRST)}, {tenant_id("a")})
+    came += ['{"in_use": []}']
+    with pytest.raises(RuntimeError, match="it broke"):
+        drive(control.chain(calls))
+    assert (door.allowed, door.tenants) == (set(), {tenant_id("a")})
 
 
 def test_the_door_of_the_process_that_asks() -> None:

@@ -388,3 +388,24 @@ def test_an_engine_that_has_gone_on_is_left_alone_when_another_rank_fails() -> N
     one.error = "another rank's"
     drive(steps.go_on(one, {}))
     assert engine.messages == [PULLED]
+
+
+@pytest.mark.parametrize(("held", "mode"), [("merged", "adapter"), ("adapter", "merged"), ("merged", "merged")])
+def test_requests_for_a_mode_that_has_not_come_end(held: str, mode: str) -> None:
+    """They came while the push was under way; the engine goes on in the mode that it had."""
+    one, steps = (
+        replica(engine := Engine(), state=State(held, 6).to_json(), served=held),
+        EngineSequence("mine", "keep"),
+    )
+    drive(steps.pause(one, mode, brought=State(mode, 7)))
+    drive(steps.make(one, []))
+    one.error = "nothing was sent"
+    ended: list[bool] = []
+
+    async def end(adapter: bool) -> None:
+        ended.append(adapter)
+
+    engine.end_wrong_mode_requests = end  # type: ignore[method-assign]
+    drive(steps.go_on(one, {}))
+    assert ended == ([] if held == mode else [mode == "merged"])
+    assert not engine.still

@@ -190,7 +190,15 @@ def test_which_requests_end_where_tenants_change(
         dirty = held["kind"] == "dirty"  # what is half written computes nothing any more
         ends = "abort" if dirty or pause == "abort" else "wait"
         assert modes.pop() == (ends if stale else pause)
-        assert _end_wrong_mode_requests(one) == ([] if wanted is None else [Call("end_tenants_requests", wanted)])
+        ended, served = StaleRequests(False, []) if wanted is None else wanted, [tenant_id(name) for name in after]
+        told = [Call("end_tenants_requests", (*ended, served))] if before or after else []
+        assert _end_wrong_mode_requests(one) == told
+        # Also where an interrupt came between the new weights and the resume.
+        with pytest.MonkeyPatch.context() as patch:
+            made: list[Call] = []
+            patch.setattr(type(one.control), "chain", _noting(made))
+            drive(steps.catch_up(one, State("merged", 1, tenants=after), "merged@1"))
+        assert [call for call in made if call.method == "end_tenants_requests"] == told
     if stale is not None:
         one = Replica(0, Engine(paused=True), [worker(served_tenants=list(before), state=state)])
         with pytest.raises(PushRefused, match=r"tenants hot, a, b and was paused .* changes the tenants"):
@@ -207,6 +215,15 @@ def test_which_requests_end_where_tenants_change(
     to_adapter = Replica(0, Engine(), [worker(served_tenants=list(before), state=state)])
     drive(EngineSequence("mine", pause).pause(to_adapter, "adapter", brought=State("adapter", 7)))
     assert len(_end_wrong_mode_requests(to_adapter)) == 1 + bool(before), "requests without an adapter, and tenants'"
+
+
+def _noting(made: list[Call]) -> Any:
+    async def chain(self: Any, calls: Sequence[Call], returned: list[Any]) -> list[Any]:
+        made.extend(calls)
+        returned += [True] * len(calls)
+        return returned
+
+    return chain
 
 
 def test_requests_name_no_adapter_only_while_all_engines_have_merged_theirs() -> None:
@@ -273,3 +290,6 @@ def test_arguments_and_ids() -> None:
     alone = models.with_lora(models.qwen2)
     with train_merged(alone), pytest.raises(InvalidInput, match="leave tenants out"):
         Tenants(["default"], alone)
+    later = Tenants(["default"], alone)
+    with train_merged(alone), pytest.raises(InvalidInput, match="leave tenants out"):
+        later.check_model()

@@ -44,7 +44,7 @@ def test_this_vllm_lacks_nothing() -> None:
 
 def test_every_use_is_known() -> None:
     ours = [text for path, text in SOURCES.items() if path.parent.name != "sglang"]
-    used = {name for text in ours for name in re.findall(r"\binternals\.(?:has\(\")?(\w+)", text)}
+    used = {name for text in ours for name in re.findall(r'\binternals\.(?:has\(")?(\w+)', text)}
     assert used - {"NAME", "has", "lacks"} == {*internals._WHERE, *internals._LATER} - {"LayerReloadingInfo"}
     imported = {m for t in SOURCES.values() for m in re.findall(r"^ *(?:from|import) (vllm[\w.]*)", t, re.M)}
     assert imported <= PROMISED, "vLLM's own names belong into internals.py"

@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import engines
@@ -23,7 +24,9 @@ from vllm.config import KVEventsConfig, KVTransferConfig
 
 from lora_merge import Follower, InvalidInput, Publisher, PushRefused, SglangSync, Span, VllmSync, weight_spans
 from lora_merge.cli import main
+from lora_merge.engine.control.calls import drive
 from lora_merge.engine.vllm import kept
+from lora_merge.engine.vllm.control import RayControl
 from tests.vllm.test_vllm_processes import Server
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
@@ -195,6 +198,28 @@ def test_what_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(InvalidInput, match=word):
             weight_spans(wrong)
+
+
+def test_a_step_that_is_under_way_has_sampled_with_the_old_weights() -> None:
+    """An engine in its owner's process that schedules ahead: what it has sampled is delivered after the push."""
+    counts = {"num_output_tokens": 21, "num_output_placeholders": 1, "num_computed_tokens": 61, "num_preemptions": 0}
+    request = SimpleNamespace(**counts)
+    core = SimpleNamespace(
+        get_weight_version=lambda: "merged@1", scheduler=SimpleNamespace(requests={"in flight": request})
+    )
+    set_to: list[str] = []
+    kept.noting(lambda core, version: set_to.append(version))(core, "merged@2")
+    assert set_to == ["merged@2"]
+    request.num_output_tokens, request.num_tokens = 60, 100
+    said = kept._spans(request, "merged@2")
+    assert said["tokens"] == [["merged@1", 0, 22], ["merged@2", 22, 60]]
+    assert said["kv"] == [["merged@1", 0, 61], ["merged@2", 61, 99]]
+
+
+def test_an_actor_that_takes_no_name_for_its_weights() -> None:
+    """Its answers would all be of "default"."""
+    with pytest.raises(PushRefused, match="does not offer update_weight_version"):
+        drive(RayControl(SimpleNamespace(collective_rpc=None, pause_generation=None)).will_keep())
 
 
 class Asked(threading.Thread):

@@ -19,11 +19,12 @@ from peft import LoraConfig
 from trainer_benchmark import ran
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineGenerateError
 
 from lora_merge import InvalidInput, PushFailed, PushRefused, UnsupportedAdapter, VllmSync
 from lora_merge.engine.tenants import tenant_id
 from lora_merge.engine.vllm import worker as vllm_worker
-from lora_merge.engine.vllm.core import lora_merge_end_tenants_requests
+from lora_merge.engine.vllm.kept_requests import lora_merge_tenants
 from lora_merge.engine.vllm.mixed_batches import _leaving, own
 from lora_merge.engine.vllm.sync import VllmSync as Sync
 
@@ -200,6 +201,11 @@ def test_what_is_refused_by_name(llm: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm_worker, "unserved_modules", lambda manager, modules: [m for m in modules if "o_proj" in m])
         refused(r"tenant 'hot': vLLM has no LoRA layer for model\.layers\.0\.self_attn\.o_proj", r=2)
+        # An engine that was started anew with less, in the middle of a sync's life.
+        patch.setattr(vllm_worker, "limits", lambda config: {"max_rank": 8, "dtype": "float32", "room": 4})
+        with pytest.raises(PushRefused, match=r"tenant 'a' beside the merged 'hot' has rank 10 .*max_lora_rank 8"):
+            sync.push()
+        assert sync.states() == held
     refused("there is no adapter 'd'", InvalidInput, names=("hot", "d"))
     for name in "cdef":
         model.add_adapter(name, LoraConfig(r=2, target_modules=["q_proj"]))
@@ -239,6 +245,12 @@ def test_vllms_own_kernels_still_mix_rows_up() -> None:
         kernel(rows, torch.ones(2, 1, 4, 3), made, slots, 1.0)
         assert made[0].eq(3).all()
         assert made[1].eq(3 if mixed else 0).all()
+        # What another tenant has become is nothing to these rows.
+        weights, out = torch.full((1, 1, 5, 4), torch.nan), torch.full((3, 5), 7.0)
+        _leaving(own(lora_ops.bgmv_expand))(torch.ones(3, 4), weights, out, torch.tensor([-1, 0, -1]), True)
+        assert out.isnan().any(-1).tolist() == [False, True, False]
+        _leaving(own(lora_ops.bgmv_expand))(torch.ones(3, 4), weights, out, torch.tensor([-1, -1, -1]), False)
+        assert out[0].eq(7).all()
 
 
 def test_bfloat16_is_right_up_to_its_rounding(tmp_path: Path) -> None:
@@ -270,12 +282,12 @@ def test_requests_of_other_tenants_end() -> None:
     ended: list[str] = []
     scheduler = SimpleNamespace(requests=requests, finish_requests=lambda names, status: ended.extend(names))
     core = SimpleNamespace(scheduler=scheduler)
-    lora_merge_end_tenants_requests(core, False, [])
+    lora_merge_tenants(core, False, [], [])
     assert not ended
-    lora_merge_end_tenants_requests(core, False, [tenant_id("b")])
+    lora_merge_tenants(core, False, [tenant_id("b")], [])
     assert ended == ["gone"]
     ended.clear()
-    lora_merge_end_tenants_requests(core, True, [])
+    lora_merge_tenants(core, True, [], [])
     assert ended == ["bare"]
 
 
@@ -342,6 +354,13 @@ async def in_flight_scenario(llm: Any, model: Any) -> None:
     if ended is not None and ended.outputs[0].finish_reason != "abort":  # it came before the pause
         assert_own([ended], model, "b", one)
     assert_own([await request("alone", None, 10)], model, "b", one)
+    with pytest.raises(EngineGenerateError) as refused:
+        await request("too late", late["a"], 10)
+    assert "lora_merge/a is no tenant of this engine (any more)" in str(refused.value.__cause__)
+    llm.input_processor._validate_lora.tenants = frozenset({tenant_id("a")})  # as where another process has pushed
+    refusal = await request("too late for the core", late["a"], 10)
+    assert refusal is None or refusal.outputs[0].finish_reason == "error"
+    assert_own([await request("still alone", None, 10)], model, "b", one)
     await other.aclose()
     await sync.aclose()
 

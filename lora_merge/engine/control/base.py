@@ -242,9 +242,14 @@ class Control:
             adapter: whether adapter mode is the new one.
         """
 
-    async def end_tenants_requests(self, merged: bool, ids: Sequence[int]) -> None:
+    async def end_tenants_requests(self, merged: bool, ids: Sequence[int], served: Sequence[int]) -> None:
         """End requests that came while a push changed the tenants, as `StaleRequests` says which: their clients get
-        "abort". Do nothing if nothing can have come meanwhile."""
+        "abort". From now on refuse requests of tenants that are not served.
+
+        Args:
+            served: the ids of those that are.
+        """
+        raise NotImplementedError
 
     async def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
         """Drop cached blocks; with `running` also those of requests, which then compute them again. Return whether that

@@ -140,6 +140,7 @@ class Replica:
         to_adapter: whether a push that changes the mode ends in adapter mode; None where it does not change.
         allowed: paths of the adapters that requests may ask for when the push has ended; None where it had no versions.
         stale: which tenants' requests a push ends, as they could not go on with what it brings.
+        tenants: the tenants that are served when the push has ended; None where there are none before and after it.
         keeps: whether requests in flight keep their KV cache.
         begun: whether this push has begun to write to it.
         lost: whether another trainer has taken its lease: this push does nothing more to it.
@@ -159,6 +160,7 @@ class Replica:
     to_adapter: bool | None = None
     allowed: list[str] | None = None
     stale: StaleRequests | None = None
+    tenants: Sequence[str] | None = None
     keeps: bool = False
     begun: bool = False
     lost: bool = False

@@ -20,7 +20,7 @@ from ..control.base import Call, Control, Moved, NotOurs, Unheard
 from ..control.calls import EngineGone
 from ..messages import WorkerInfo
 from ..state import State
-from ..tenants import stale_requests
+from ..tenants import StaleRequests, stale_requests, tenant_id
 from .planner import Transfer
 from .replica import Replica
 
@@ -154,6 +154,7 @@ class EngineSequence:
             replica.allowed = [CONSTANT_PATH] if brought.kind == "adapter" else []
             switches = switches or bool(replica.kept)  # versions go with the base that they belong to
         replica.stale = stale_requests(replica.served_tenants, brought.tenants)
+        replica.tenants = brought.tenants if brought.tenants or replica.served_tenants else None
         switches = switches or replica.stale is not None
         if replica.stale is not None and replica.stale.merged and not replica.handle.ends_requests:
             raise PushRefused(
@@ -313,6 +314,9 @@ class EngineSequence:
                 notes["waking"] = False
             if not replica.error:
                 calls += _end_wrong_mode_requests(replica)
+            elif replica.paused_by_us and replica.to_adapter is not None and replica.state.kind == replica.served:
+                # Those that came meanwhile were made for the mode that has not come.
+                calls.append(Call("end_wrong_mode_requests", (not replica.to_adapter,)))
             if replica.paused_by_us:
                 calls.append(Call("resume"))
                 # A pause that timed out may take effect yet: the next push then knows that it is none of the user's.
@@ -334,7 +338,7 @@ class EngineSequence:
 
     async def catch_up(self, replica: Replica, state: State, name: str) -> None:
         """Reset the caches of an engine that has the new weights after an interrupt, tell it their name, and end the
-        requests that came for the old ones alone."""
+        requests that came for other ones."""
         replica.queued_calls = []
         calls = [self.make_call("renew_lease"), *self._resets(replica), *_names(name, state)]
         calls += _end_wrong_mode_requests(replica)
@@ -363,8 +367,9 @@ def _end_wrong_mode_requests(replica: Replica) -> list[Call]:
     """Return the calls that end requests which came while the mode, or the tenants, changed and were made for the
     other ones, or for versions of adapters that have gone."""
     ends = [] if replica.to_adapter is None else [Call("end_wrong_mode_requests", (replica.to_adapter,))]
-    if replica.stale is not None:
-        ends.append(Call("end_tenants_requests", replica.stale))
+    if replica.tenants is not None:
+        stale = StaleRequests(False, []) if replica.stale is None else replica.stale
+        ends.append(Call("end_tenants_requests", (*stale, [tenant_id(name) for name in replica.tenants])))
     return ends if replica.allowed is None else [*ends, Call("allow_adapters", (replica.allowed, True))]
 
 

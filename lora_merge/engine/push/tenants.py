@@ -125,10 +125,10 @@ class TenantNegotiator:
         dtype, limit = dtype_of(loras[0].dtype), min(lora.max_rank for lora in loras)
         sources = await self._trainer.blocking(lambda: [self._read(name, dtype, renames) for name in order])
         if self._made is None or not self._made.made_of(order, sources):
-            check_ranks(order, sources, limit)
             self._made = TenantsSource(order, sources)
         served = self._made, limit, [worker.name for replica in replicas for worker in replica.workers]
         if self._served != served:
+            check_ranks(order, sources, limit)
             await self._check_modules(replicas, order, sources)
             self._served = served
         return self._made, None

@@ -41,7 +41,7 @@ _SYNCHRONOUS: _OfCore = {
     "label": lambda version: ("set_weight_version?", (version,)),  # 0.26 has none
     "name_adapter": lambda there: ("nothing?", ()),
     "end_wrong_mode_requests": lambda adapter: (WRONG_MODE, (adapter,)),
-    "end_tenants_requests": lambda merged, ids: (TENANTS, (merged, ids)),
+    "end_tenants_requests": lambda merged, ids, served: (TENANTS, (merged, ids, served)),
     "reset_prefix_cache": lambda running, connector: ("reset_prefix_cache", (running, connector)),
     "reset_media_caches": lambda: ("reset_encoder_cache", ()),
     "holders": lambda: (HOLDERS, ()),
@@ -161,9 +161,13 @@ class LlmControl(Control):
             )
 
     async def allow_adapters(self, paths: Sequence[str], end: bool) -> list[str]:
-        shut(self.engine, paths)
         answers = await self._call("collective_rpc", ADAPTERS, args=(_allowing(paths, end),))
+        shut(self.engine, paths)
         return list(json.loads(answers[0])["in_use"])
+
+    async def end_tenants_requests(self, merged: bool, ids: Sequence[int], served: Sequence[int]) -> None:
+        await self._call("collective_rpc", TENANTS, args=(merged, ids, served))
+        shut(self.engine, tenants=served)
 
     async def _holders_elsewhere(self) -> str:
         return str(await self._call("engine_core.call_utility", HOLDERS))
@@ -190,8 +194,6 @@ class LlmControl(Control):
             else:
                 asked.append([*self._of_core[call.method](*call.arguments), call.wanted, unless])
                 readers.append(_in_use if call.method == "allow_adapters" else lambda found: found)
-            if call.method == "allow_adapters":
-                shut(self.engine, call.arguments[0])
         try:
             answer = json.loads(await self._in_core(asked))
         except EngineGone:
@@ -199,8 +201,12 @@ class LlmControl(Control):
         except Exception as error:
             raise Unheard(f"{type(error).__name__}: {error}") from error
         returned = [] if returned is None else returned
-        for found, read in zip(answer["returned"], readers, strict=False):  # fewer where one ended it
+        for call, found, read in zip(calls, answer["returned"], readers, strict=False):  # fewer where one ended it
             returned.append(None if found is None else read(found))
+            if call.method == "allow_adapters":
+                shut(self.engine, call.arguments[0])
+            elif call.method == "end_tenants_requests":
+                shut(self.engine, tenants=call.arguments[2])
         if answer["failed"]:
             raise RuntimeError(f"a call to the engine failed: {answer['failed']}")
         return returned
@@ -251,10 +257,6 @@ class AsyncControl(LlmControl):
         if self._reaches_core():
             await self._call("engine_core.call_utility_async", WRONG_MODE, adapter)
 
-    async def end_tenants_requests(self, merged: bool, ids: Sequence[int]) -> None:
-        if self._reaches_core():
-            await self._call("engine_core.call_utility_async", TENANTS, merged, ids)
-
     async def _holders_elsewhere(self) -> str:
         return str(await self._call("engine_core.call_utility_async", HOLDERS))
 
@@ -280,6 +282,14 @@ class RayControl(AsyncControl):
     def keeps(self) -> bool:
         # An actor around an LLM does one call after the other: it stands still whenever it takes ours.
         return hasattr(self.engine, "pause_generation")
+
+    async def will_keep(self) -> str:
+        if not hasattr(self.engine, "update_weight_version"):
+            raise PushRefused(
+                "this actor does not offer update_weight_version, so that the engine's answers could not say which "
+                "weights computed what: let it, as vLLM's own classes do, or push with cache='reset'"
+            )
+        return await super().will_keep()
 
     async def paused(self) -> bool:
         return await super().paused() if self.keeps else not await self.moves()
@@ -370,6 +380,9 @@ class HttpControl(OneServer, LlmControl):
         if not isinstance(results, list) or not results or not _is_object(results[0]):
             raise self._server.unlike(answer)
         return _in_use(results[0])
+
+    async def end_tenants_requests(self, merged: bool, ids: Sequence[int], served: Sequence[int]) -> None:
+        self._server.post("collective_rpc", body={"method": TENANTS, "args": [merged, ids, served]})
 
     async def paused(self) -> bool:
         answer = self._server.get("is_paused")

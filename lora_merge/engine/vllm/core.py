@@ -14,7 +14,7 @@ from typing import Any
 
 from . import internals
 from .adapter import ADAPTER_ID
-from .kept_requests import end_requests, lora_merge_adapters
+from .kept_requests import end_requests_with, lora_merge_adapters, lora_merge_tenants
 from .names import ADAPTERS, CALLS, HOLDERS, STILL_PAUSED, TENANTS, WRONG_MODE
 
 
@@ -44,26 +44,7 @@ def lora_merge_end_wrong_mode_requests(core: Any, adapter: bool) -> None:
         core: vLLM's `EngineCore`, which is paused.
         adapter: True if adapter mode begins. Requests with other adapters of the user's stay.
     """
-    _end_requests(core, lambda lora: lora == 0 if adapter else lora == ADAPTER_ID)
-
-
-def lora_merge_end_tenants_requests(core: Any, merged: bool, ids: Sequence[int]) -> None:
-    """End requests that came while the tenants changed and were made for the ones before, as
-    `lora_merge_end_wrong_mode_requests` does.
-
-    Args:
-        core: vLLM's `EngineCore`, which is paused.
-        merged, ids: as of `StaleRequests`.
-    """
-    _end_requests(core, lambda lora: merged if lora == 0 else lora in ids)
-
-
-def _end_requests(core: Any, ends: Callable[[int], bool]) -> None:
-    """End the requests for whose adapter's id (0: none) `ends` returns True."""
-    requests = core.scheduler.requests.items()
-    end_requests(
-        core, [name for name, one in requests if ends(one.lora_request.lora_int_id if one.lora_request else 0)]
-    )
+    end_requests_with(core, lambda lora: lora == 0 if adapter else lora == ADAPTER_ID)
 
 
 def lora_merge_still_paused(core: Any, paused: str) -> bool | Future[bool]:
@@ -176,6 +157,6 @@ OF_CORE: dict[str, Callable[..., Any]] = {
     STILL_PAUSED: lora_merge_still_paused,
     HOLDERS: lora_merge_holders,
     ADAPTERS: lora_merge_adapters,
-    TENANTS: lora_merge_end_tenants_requests,
+    TENANTS: lora_merge_tenants,
 }
 """Methods that the plugin adds to vLLM's `EngineCore`, by name."""

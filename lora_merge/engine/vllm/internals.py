@@ -46,11 +46,11 @@ _LATER = {
     "AsyncLLM": "vllm.v1.engine.async_llm",
     "LLMEngine": "vllm.v1.engine.llm_engine",
     "WeightVersionSpan": "vllm.outputs",
+    "lora_ops": "vllm.lora.ops.torch_ops",
     "PunicaWrapperCPU": "vllm.lora.punica_wrapper.punica_cpu",
-    "bgmv_shrink": "vllm.lora.ops.torch_ops.lora_ops",
 }
-"""Names that pushes do without where a release lacks them (0.26 has no norms of inputs, and no versions), those of
-`follow.py`, and CPUs' kernels of `mixed_batches.py`."""
+"""Names that pushes do without where a release lacks them (0.26 has no norms of inputs, and no versions), and those of
+`follow.py` and `mixed_batches.py`."""
 _MEMBERS = {
     "LayerReloadingInfo": ("restore_metadata", "kernel_tensors", "kernel_non_persistent_buffers", "reset"),
     "LoRAModel": ("from_lora_tensors",),

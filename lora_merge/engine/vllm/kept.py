@@ -23,8 +23,9 @@ SPANS = "lora_merge"
 """Key under which an answer's `kv_transfer_params` say its versions: the only field that vLLM carries through from its
 core to every kind of answer. (Engines with a KV connector, which use it, are refused.)"""
 _HISTORY = "_lora_merge_history"
-"""Attribute of a request: for each change of the version, the one before, and how many tokens the request had sampled,
-how many positions were in its KV cache, and how often it had been preempted."""
+"""Attribute of a request: for each change of the version, the one before, and how many tokens the request had sampled
+(with those that a step under way has sampled), how many positions were in its KV cache, and how often it had been
+preempted."""
 
 
 def lora_merge_will_keep(core: Any) -> str:
@@ -122,7 +123,10 @@ def noting(set_version: Callable[[Any, str], None]) -> Callable[[Any, str], None
         before = core.get_weight_version()
         for request in core.scheduler.requests.values():
             if _begun(request):
-                noted = (before, request.num_output_tokens, request.num_computed_tokens, request.num_preemptions)
+                # In its owner's process, an engine that schedules ahead (async_scheduling) has a step under way, of
+                # which nothing was delivered yet.
+                sampled = request.num_output_tokens + request.num_output_placeholders
+                noted = (before, sampled, request.num_computed_tokens, request.num_preemptions)
                 vars(request).setdefault(_HISTORY, []).append(noted)
         set_version(core, weight_version)
 

@@ -1,23 +1,26 @@
 """Which of this package's adapters requests may ask for, in vLLM's engine core and in front of it.
 
-A worker that is asked for an adapter it does not have ends the whole engine. So an engine that keeps versions looks at
-each request before its scheduler gets it, and one that asks for a version which is not kept any more ends with an
-error.
+A worker that is asked for an adapter it does not have ends the whole engine. So an engine looks at each request before
+its scheduler gets it, and one that asks for a version which is not kept any more, or for a tenant that is not served
+any more, ends with an error.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..adapter_versions import PREFIX
+from ..tenants import PATHS
 from . import internals
-from .names import ADAPTERS
+from .names import ADAPTERS, TENANTS
 
 _ALLOWED = "_lora_merge_allowed"
 """Attribute of an engine core that has versions: the paths that requests may ask for."""
+_TENANTS = "_lora_merge_tenants"
+"""Attribute of an engine core that had tenants: the ids of those that are served."""
 
 
 def lora_merge_adapters(core: Any, message: str) -> str:
@@ -45,6 +48,27 @@ def lora_merge_adapters(core: Any, message: str) -> str:
     return json.dumps({"in_use": sorted(set(ours.values()))})
 
 
+def lora_merge_tenants(core: Any, merged: bool, ids: Sequence[int], served: Sequence[int]) -> None:
+    """End requests that came while the tenants changed and were made for the ones before: they would be answered by
+    another one, or ask for an adapter that has gone. From now on refuse those of tenants that are not served.
+
+    Args:
+        core: vLLM's `EngineCore`, which is paused.
+        merged, ids: as of `StaleRequests`.
+        served: ids.
+    """
+    setattr(core, _TENANTS, frozenset(served))
+    end_requests_with(core, lambda lora: merged if lora == 0 else lora in ids)
+
+
+def end_requests_with(core: Any, ends: Callable[[int], bool]) -> None:
+    """End the requests for whose adapter's id (0: none) `ends` returns True."""
+    requests = core.scheduler.requests.items()
+    end_requests(
+        core, [name for name, one in requests if ends(one.lora_request.lora_int_id if one.lora_request else 0)]
+    )
+
+
 def end_requests(core: Any, names: list[str]) -> None:
     """End requests of a core; their clients hear "abort"."""
     ended = core.scheduler.finish_requests(names, internals.RequestStatus.FINISHED_ABORTED) if names else []
@@ -53,7 +77,7 @@ def end_requests(core: Any, names: list[str]) -> None:
 
 
 def guard(core: Any) -> None:
-    """Let a class of engine cores look at what requests ask for, and answer `lora_merge_adapters` where workers are
+    """Let a class of engine cores look at what requests ask for, and answer this module's calls where workers are
     called, which servers and Ray actors offer; harmless when called twice.
 
     Args:
@@ -66,7 +90,7 @@ def guard(core: Any) -> None:
 def _guarded(add: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(add)
     def add_request(core: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _lacks(request.lora_request, getattr(core, _ALLOWED, None)):
+        if not _lacks(request.lora_request, getattr(core, _ALLOWED, None), getattr(core, _TENANTS, frozenset())):
             return add(core, request, *args, **kwargs)
         if not hasattr(core, "_send_error_outputs_to_client"):  # in its owner's process, where `Door` is in front
             raise ValueError(_refusal(request.lora_request))
@@ -82,14 +106,17 @@ def _answering(call: Callable[..., Any]) -> Callable[..., Any]:
     def collective_rpc(core: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
         if method == ADAPTERS:
             return [lora_merge_adapters(core, *args)]
+        if method == TENANTS:
+            lora_merge_tenants(core, *args)
+            return [None]
         return call(core, method, timeout, args, kwargs)
 
     return collective_rpc
 
 
 class Door:
-    """An input processor's `_validate_lora` that refuses requests for versions which are not kept, in the process that
-    makes them: before anything of vLLM's has noted the request.
+    """An input processor's `_validate_lora` that refuses requests for versions which are not kept, and of tenants which
+    are not served, in the process that makes them: before anything of vLLM's has noted the request.
 
     Args:
         check: vLLM's own, in whose place it stands.
@@ -97,32 +124,46 @@ class Door:
 
     def __init__(self, check: Callable[[Any], None]) -> None:
         self._check = check
-        self.allowed: frozenset[str] = frozenset()
+        self.allowed: frozenset[str] | None = None
+        self.tenants: frozenset[int] = frozenset()
 
     def __call__(self, lora: Any) -> None:
-        if _lacks(lora, self.allowed):
+        if _lacks(lora, self.allowed, self.tenants):
             raise ValueError(_refusal(lora))
         self._check(lora)
 
 
-def shut(engine: Any, allowed: Iterable[str]) -> None:
-    """Let the door of a handle's engine, where this process makes its requests, pass some paths alone."""
+def shut(engine: Any, allowed: Iterable[str] | None = None, *, tenants: Iterable[int] | None = None) -> None:
+    """Let the door of a handle's engine, where this process makes its requests, pass some adapters alone.
+
+    Args:
+        allowed: paths of versions; None: as before.
+        tenants: ids of tenants; None: as before.
+    """
     processor = getattr(engine, "input_processor", None)
     check = getattr(processor, "_validate_lora", None)
     if processor is None or check is None:
         return
     if not isinstance(check, Door):
         check = processor._validate_lora = Door(check)
-    check.allowed = frozenset(allowed)
+    check.allowed = check.allowed if allowed is None else frozenset(allowed)
+    check.tenants = check.tenants if tenants is None else frozenset(tenants)
 
 
-def _lacks(lora: Any, allowed: frozenset[str] | None) -> bool:
-    if lora is None or allowed is None:
+def _lacks(lora: Any, allowed: frozenset[str] | None, tenants: frozenset[int]) -> bool:
+    if lora is None:
         return False
-    return lora.lora_path.startswith(PREFIX) and lora.lora_path not in allowed
+    if lora.lora_path.startswith(PATHS):
+        return lora.lora_int_id not in tenants
+    return allowed is not None and lora.lora_path.startswith(PREFIX) and lora.lora_path not in allowed
 
 
 def _refusal(lora: Any) -> str:
+    if lora.lora_path.startswith(PATHS):
+        return (
+            f"{lora.lora_name} is no tenant of this engine (any more): it serves what another push has brought, or was "
+            "started anew; push the tenants again, and ask for lora_request(tenant=...) then"
+        )
     return (
         f"{lora.lora_name} is not kept in this engine (any more): ask for a newer version (sync.lora_request()), or "
         "keep more of them (push(mode='adapter', keep=...))"

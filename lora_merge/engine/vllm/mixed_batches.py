@@ -29,15 +29,14 @@ def mend(config: Any) -> None:
         config: vLLM's `VllmConfig`.
     """
     on_cpu = config.device_config.device_type == "cpu"
-    if config.lora_config is None or not on_cpu or not all(map(internals.has, ("bgmv_shrink", "PunicaWrapperCPU"))):
+    if config.lora_config is None or not on_cpu or not all(map(internals.has, ("lora_ops", "PunicaWrapperCPU"))):
         return
-    # Where the kernels are, and where those that call them have them from.
-    modules = [sys.modules[one.__module__] for one in (internals.bgmv_shrink, internals.PunicaWrapperCPU)]
+    kernels, caller = internals.lora_ops, sys.modules[internals.PunicaWrapperCPU.__module__]
     for name in KERNELS:
-        kernel = getattr(modules[0], name)
+        kernel = getattr(kernels, name)
         if not hasattr(kernel, _MENDED):
             kernel = _leaving(kernel)
-            for module in modules:
+            for module in (kernels, caller):
                 setattr(module, name, kernel)
 
 
@@ -48,11 +47,18 @@ def own(kernel: Callable[..., None]) -> Callable[..., None]:
 
 
 def _leaving(kernel: Callable[..., None]) -> Callable[..., None]:
-    """Return a kernel to which rows without a slot are zeros, of which it makes zeros."""
+    """Return a kernel that leaves the output of rows without a slot alone. (Zeros in their place would do, but for an
+    adapter in the last slot that has become infinite or NaN.)"""
 
     @functools.wraps(kernel)
     def mended(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, *args: Any, **kwargs: Any) -> None:
-        kernel(inputs.masked_fill((slots < 0)[:, None], 0), weights, output, slots, *args, **kwargs)
+        rows = slots >= 0
+        if rows.all():
+            kernel(inputs, weights, output, slots, *args, **kwargs)
+        elif rows.any():
+            part = output[rows]
+            kernel(inputs[rows], weights, part, slots[rows], *args, **kwargs)
+            output[rows] = part
 
     setattr(mended, _MENDED, kernel)
     return mended

@@ -14,7 +14,7 @@ from ..control.base import Control
 from ..payload.adapter import ADAPTER_NAME
 from ..push.sharing import Sharing
 from ..sync import EngineSync
-from ..tenants import tenant_id
+from ..tenants import PATHS, tenant_id
 from .adapter import ADAPTER_ID
 from .control import LlmControl, control_of
 
@@ -183,7 +183,7 @@ class VllmSync(EngineSync):
         from vllm.lora.request import LoRARequest
 
         name = f"{ADAPTER_NAME}/{tenant}"
-        return LoRARequest(name, tenant_id(tenant), f"/{ADAPTER_NAME}/tenants/{tenant}")
+        return LoRARequest(name, tenant_id(tenant), f"{PATHS}{tenant}")
 
     def sleep(self) -> None:
         """Free the memory of the KV cache while weights that are shared stay (`share=True`). Its contents are
