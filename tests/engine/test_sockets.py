@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import re
 import socket
 import threading
 import time
@@ -166,7 +167,8 @@ def test_a_worker_that_leaves_while_it_connects_is_noticed() -> None:
     assert follower.gone() == set()
     with pytest.raises(TransferAborted, match="worker 0 of engine 0 did not connect: its control call ended"):
         ours.connect(lambda: {0})
-    assert "TransferAborted: the trainer died, or left" in follower.end()
+    # On a busy machine it may not have greeted by then.
+    assert re.search("TransferAborted: the trainer (died, or left|.* did not greet)", follower.end())
     ours.close()
 
 
