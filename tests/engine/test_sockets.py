@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import re
+import resource
 import socket
 import threading
 import time
