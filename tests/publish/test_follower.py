@@ -20,7 +20,7 @@ from lora_merge.publish.store import Store
 class Loader:
     """An engine that takes whatever it gets."""
 
-    def __init__(self, engine: Any, pause: str) -> None:
+    def __init__(self, engine: Any, pause: str, cache: str) -> None:
         self.loaded, self.held = list[str](), State()
 
     def state(self) -> State:

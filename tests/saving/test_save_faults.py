@@ -315,7 +315,7 @@ for call in (
         assert "pass a folder" in str(error) and "HF_HUB_OFFLINE=1" in str(error) and "owner/" in str(error), error
     else:
         raise SystemExit("it was found")
-assert time.monotonic() - begin < 30, "the hub's own retries take that for each name"
+assert time.monotonic() - begin < 120, "the hub's own retries take half a minute for each name"
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     subprocess.run([sys.executable, "-c", code, str(adapter), str(tmp_path / "out")], env=environment, check=True)
