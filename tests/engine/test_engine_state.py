@@ -324,6 +324,27 @@ def test_engines_elsewhere_hear_that_a_trainer_lives(monkeypatch: pytest.MonkeyP
     assert threading.active_count() <= threads
 
 
+def test_an_engine_that_hangs_keeps_no_sign_of_life_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else another trainer could take their lease in the middle of a push."""
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
+    over = threading.Event()
+
+    class Hung(Far):
+        async def rpc(self, op: str, **message: Any) -> list[dict[str, Any]]:
+            self.heard.put(op)
+            over.wait(10)
+            return []
+
+    hung, other = Hung(False), Far(False)
+    beats = heartbeat.Heartbeat(EngineSequence("mine", "keep").beat)
+    beats.begin([hung, other])
+    assert hung.heard.get(timeout=10) == "renew_lease"
+    for _ in range(3):
+        assert other.heard.get(timeout=5) == "renew_lease"
+    over.set()
+    asyncio.run(beats.end())
+
+
 def test_an_engine_stands_still_from_the_first_call_behind_the_pause() -> None:
     claim = Lease()
     claim.take("mine", host_id(), os.getpid(), "a push")

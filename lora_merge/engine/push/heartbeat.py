@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
@@ -18,7 +19,8 @@ BEAT_S = SILENT_S / 4
 
 
 class Heartbeat:
-    """Repeated calls to engines on other hosts, in a task or a thread of their own.
+    """Repeated calls to engines on other hosts, each in a task or a thread of its own: one that hangs keeps none from
+    the others.
 
     Args:
         beat: one of them. Where it fails, the push's own calls say so.
@@ -27,33 +29,36 @@ class Heartbeat:
     def __init__(self, beat: Callable[[Control], Coroutine[Any, Any, Any]]) -> None:
         self._beat = beat
         self._tasks: list[asyncio.Task[None]] = []
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._over = threading.Event()
 
     def begin(self, controls: Sequence[Control]) -> None:
         """Begin; harmless where it has begun."""
         far = [control for control in controls if control.far and control.beats]
-        if self._tasks or self._thread is not None:
+        if self._tasks or self._threads:
             return
         self._over = threading.Event()
         self._tasks = [asyncio.ensure_future(self._awaited(control)) for control in far if control.suspends]
-        if called := [control for control in far if not control.suspends]:
-            self._thread = threading.Thread(
-                target=self._called, args=(called, self._over), daemon=True, name="lora_merge"
-            )
-            self._thread.start()
+        for control in far:
+            if not control.suspends:
+                thread = threading.Thread(
+                    target=self._called, args=(control, self._over), daemon=True, name="lora_merge"
+                )
+                self._threads.append(thread)
+                thread.start()
 
     async def end(self) -> None:
         """End; when this returns, no call is under way (but for one that an engine does not answer)."""
         self._over.set()
         tasks, self._tasks = self._tasks, []
-        thread, self._thread = self._thread, None
+        threads, self._threads = self._threads, []
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        if thread is not None:
-            thread.join(BEAT_S)
+        until = time.monotonic() + BEAT_S
+        for thread in threads:
+            thread.join(max(until - time.monotonic(), 0))
 
     async def _awaited(self, control: Control) -> None:
         while True:
@@ -61,8 +66,7 @@ class Heartbeat:
             with suppress(Exception):
                 await self._beat(control)
 
-    def _called(self, controls: Sequence[Control], over: threading.Event) -> None:
+    def _called(self, control: Control, over: threading.Event) -> None:
         while not over.wait(BEAT_S):
-            for control in controls:
-                with suppress(Exception):
-                    drive(self._beat(control))
+            with suppress(Exception):
+                drive(self._beat(control))
