@@ -63,8 +63,13 @@ class EngineSync(VersionPusher):
         tenants: Sequence[str] | None = None,
         lost: Lost = "refuse",
     ) -> None:
-        given = (("merge", merge, Merge), ("pause", pause, Pause), ("mode", mode, Mode), ("cache", cache, Cache))
-        for name, value, known in (*given, ("lost", lost, Lost)):
+        for name, value, known in (
+            ("merge", merge, Merge),
+            ("pause", pause, Pause),
+            ("mode", mode, Mode),
+            ("cache", cache, Cache),
+            ("lost", lost, Lost),
+        ):
             check_choice(name, value, known)
         if cache == "keep" and self.unkept:
             raise InvalidInput(f"cache='keep' is for vLLM: {self.unkept}. Leave cache out")

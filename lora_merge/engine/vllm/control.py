@@ -163,7 +163,7 @@ class LlmControl(Control):
     async def allow_adapters(self, paths: Sequence[str], end: bool) -> list[str]:
         answers = await self._call("collective_rpc", ADAPTERS, args=(_allowing(paths, end),))
         shut(self.engine, paths)
-        return list(json.loads(answers[0])["in_use"])
+        return _in_use(answers[0])
 
     async def end_tenants_requests(self, merged: bool, ids: Sequence[int], served: Sequence[int]) -> None:
         await self._call("collective_rpc", TENANTS, args=(merged, ids, served))
@@ -352,9 +352,8 @@ class HttpControl(OneServer, LlmControl):
 
     async def check_versions(self) -> None:
         try:
-            self._server.confirm(
-                "v1/unload_lora_adapter", {"lora_name": ""}
-            )  # of which vLLM says that it names nothing
+            # Of an empty name vLLM says that it names nothing.
+            self._server.confirm("v1/unload_lora_adapter", {"lora_name": ""})
         except Answered:
             return
         except NoRoute as error:
@@ -432,6 +431,7 @@ class HttpControl(OneServer, LlmControl):
 
 
 def _in_use(found: str) -> list[str]:
+    """Read what `lora_merge_adapters` answers."""
     return list(json.loads(found)["in_use"])
 
 
