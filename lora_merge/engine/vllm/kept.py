@@ -17,6 +17,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .kept_requests import answering
 from .names import KEEP_CACHE, WILL_KEEP
 
 SPANS = "lora_merge"
@@ -133,18 +134,6 @@ def noting(set_version: Callable[[Any, str], None]) -> Callable[[Any, str], None
     return set_weight_version
 
 
-def answering(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `EngineCore.collective_rpc`, which also reaches the functions of this module: over HTTP, and in an actor,
-    nothing else reaches the core."""
-
-    @functools.wraps(call)
-    def collective_rpc(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        function = OF_CORE.get(method) if isinstance(method, str) else None
-        return call(core, method, *args, **kwargs) if function is None else [str(function(core))]
-
-    return collective_rpc
-
-
 def _spans(request: Any, version: str) -> dict[str, Any]:
     """Return the versions of a request, as `weight_spans` reads them."""
     history: Sequence[tuple[str, int, int, int]] = vars(request).get(_HISTORY, ())
@@ -178,12 +167,19 @@ OF_CORE: Mapping[str, Callable[[Any], Any]] = {WILL_KEEP: lora_merge_will_keep, 
 """Methods that the plugin adds to vLLM's `EngineCore`, by name."""
 
 
+def _in_words(function: Callable[[Any], Any]) -> Callable[[Any], str]:
+    """Return a function of a core whose answer is text, as servers and actors hand it on."""
+    return lambda core: str(function(core))
+
+
 def hook(core: Any) -> None:
     """Add what this module needs to vLLM's class `EngineCore`; harmless when called twice."""
     if hasattr(core, KEEP_CACHE) or not hasattr(core, "set_weight_version"):  # 0.26 has no versions
         return
     core.set_weight_version = noting(core.set_weight_version)
-    core.collective_rpc = answering(core.collective_rpc)
+    core.collective_rpc = answering(
+        core.collective_rpc, {name: _in_words(function) for name, function in OF_CORE.items()}
+    )
     for name, method in OF_CORE.items():
         setattr(core, name, method)
 

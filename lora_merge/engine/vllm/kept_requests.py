@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..adapter_versions import PREFIX
@@ -84,7 +84,9 @@ def guard(core: Any) -> None:
         core: vLLM's `EngineCore`, of 0.26, 0.32 or 0.33.
     """
     if not hasattr(core.add_request, _ALLOWED):
-        core.add_request, core.collective_rpc = _guarded(core.add_request), _answering(core.collective_rpc)
+        core.add_request = _guarded(core.add_request)
+        functions: dict[str, Callable[..., Any]] = {ADAPTERS: lora_merge_adapters, TENANTS: lora_merge_tenants}
+        core.collective_rpc = answering(core.collective_rpc, functions)
 
 
 def _guarded(add: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,15 +103,18 @@ def _guarded(add: Callable[..., Any]) -> Callable[..., Any]:
     return add_request
 
 
-def _answering(call: Callable[..., Any]) -> Callable[..., Any]:
+def answering(call: Callable[..., Any], functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """Return `EngineCore.collective_rpc`, which also reaches some functions of the core: over HTTP, and in an actor,
+    nothing else reaches it.
+
+    Args:
+        functions: by name, each called with the core and the arguments of the call.
+    """
+
     @functools.wraps(call)
     def collective_rpc(core: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
-        if method == ADAPTERS:
-            return [lora_merge_adapters(core, *args)]
-        if method == TENANTS:
-            lora_merge_tenants(core, *args)
-            return [None]
-        return call(core, method, timeout, args, kwargs)
+        function = functions.get(method) if isinstance(method, str) else None
+        return call(core, method, timeout, args, kwargs) if function is None else [function(core, *args)]
 
     return collective_rpc
 
