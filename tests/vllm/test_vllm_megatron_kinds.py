@@ -100,9 +100,13 @@ def work(rank: int, folder: Path, kind: str, grid: dict[str, int], options: dict
         fresh = saved(merged, folder)
         with engines.engine(hf, fresh, processes=True, **options | {"load_format": "auto"}) as llm:
             assert [llm.collective_rpc("bits")] == bits, "a fresh engine holds something else"
-            again = said(engines.ask(llm, None, PROMPTS))
-            assert torch.equal(again[0], asked[0][0])  # sums of the same bits, which threads take in another order
-            assert (again[1] - asked[0][1]).abs().max() < tolerance
+            outputs = engines.ask(llm, None, PROMPTS)
+            if exact:  # sums of the same bits, which threads take in another order
+                again = said(outputs)
+                assert torch.equal(again[0], asked[0][0])
+                assert (again[1] - asked[0][1]).abs().max() < tolerance
+            else:  # where two tokens are as likely, rounding to bfloat16 decides which is said
+                assert engines.log_prob_errors(outputs, policy, PROMPTS).median() < MEDIAN
             for output in seen:
                 assert prompt_of(see(llm)[0]) == pytest.approx(prompt_of(output), rel=0, abs=tolerance)
     dist.barrier()
