@@ -364,7 +364,8 @@ async def in_flight_scenario(llm: Any, model: Any) -> None:
     assert_own([await last], model, "b", one)
     (ended,) = await asyncio.gather(gone, return_exceptions=True)
     if isinstance(ended, BaseException):
-        assert isinstance(ended, EngineGenerateError), ended  # it came behind the push
+        assert isinstance(ended, EngineGenerateError), ended
+        assert "lora_merge/b is no tenant of this engine (any more)" in str(ended.__cause__)  # it came behind the push
     elif ended is not None and ended.outputs[0].finish_reason != "abort":  # it came before the pause
         assert_own([ended], model, "b", one)
     assert_own([await request("alone", None, 10)], model, "b", one)
