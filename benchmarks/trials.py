@@ -96,8 +96,9 @@ class Trial:
         if self.device == "cuda":
             options |= {
                 "processes": True, "enforce_eager": False, "compilation_config": GRAPHS,
-                "enable_sleep_mode": True, "gpu_memory_utilization": 0.35, "tensor_parallel_size": parallel,
-                "max_num_seqs": 8, "max_model_len": 256,
+                "enable_sleep_mode": True, "tensor_parallel_size": parallel, "max_num_seqs": 8, "max_model_len": 256,
+                # Of a given size, vLLM measures no free memory, which others on the GPU change: several runs share one.
+                "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 29,
             }  # fmt: skip
         else:
             options |= {"processes": by_transformers(self.model)}
