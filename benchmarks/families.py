@@ -41,6 +41,9 @@ LATENT: dict[str, Any] = MLA | {
     "q_lora_rank": 32, "n_shared_experts": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
 }  # fmt: skip
 CPU_MLA: dict[str, Any] = {"attention_backend": "CPU_MLA"}
+GPU_MLA: dict[str, Any] = {"qk_nope_head_dim": 128, "v_head_dim": 128}
+"""On GPUs vLLM's kernels have the sizes of real checkpoints alone: of DeepSeek and Kimi, and of GLM."""
+GLM_MLA: dict[str, Any] = {"qk_nope_head_dim": 192, "v_head_dim": 256}
 
 
 def yarn(mscale: float) -> dict[str, Any]:
@@ -286,18 +289,24 @@ HYBRIDS: tuple[Architecture, ...] = (
            num_dense_layers=1),
     hybrid("Mamba", why=SCAN, bare="out_proj|dt_proj", state_size=16),
     hybrid("KimiLinear", label="Kimi-Linear", why="not tried there", num_local_experts=4,
-           **{k: v for k, v in MLA.items() if "group" not in k},
+           **{k: v for k, v in (MLA | GPU_MLA).items() if "group" not in k},
            n_shared_experts=1, linear_num_heads=4, linear_head_dim=128, moe_layer_freq=1,
            layer_types=["linear_attention", "full_attention"], mla_use_nope=True, linear_attn_config={
                "kda_layers": [1], "full_attn_layers": [2], "head_dim": 128, "num_heads": 4, "short_conv_kernel_size": 4,
            }),
 )  # fmt: skip
 LATENT_ATTENTION: tuple[Architecture, ...] = tuple(
-    Architecture(name, FEW | LATENT, experts=True, label=label, gpu=True, cpu=False, why=why, engine=engine)
-    for name, label, why, engine in (
-        ("DeepseekV3", "DeepSeek-V3", "its own kernels; a CPU's are the row DeepseekV3", {}),
-        ("DeepseekV3", "DeepSeek-V3, FP8 cache", "a cache of FP8 for latent attention", {"kv_cache_dtype": "fp8"}),
-        ("Glm4MoeLite", "GLM-4.7-Flash", "its own kernels; a CPU's rotates plain positions wrongly", {}),
+    Architecture(name, FEW | LATENT | heads, experts=True, label=label, gpu=True, cpu=False, why=why, engine=engine)
+    for name, label, heads, why, engine in (
+        ("DeepseekV3", "DeepSeek-V3", GPU_MLA, "its own kernels; a CPU's are the row DeepseekV3", {}),
+        (
+            "DeepseekV3",
+            "DeepSeek-V3, FP8 cache",
+            GPU_MLA,
+            "a cache of FP8 for latent attention",
+            {"kv_cache_dtype": "fp8"},
+        ),
+        ("Glm4MoeLite", "GLM-4.7-Flash", GLM_MLA, "its own kernels; a CPU's rotates plain positions wrongly", {}),
     )
 )
 SPARSE: tuple[Architecture, ...] = (

@@ -99,6 +99,7 @@ class Trial:
                 "enable_sleep_mode": True, "tensor_parallel_size": parallel, "max_num_seqs": 8, "max_model_len": 256,
                 # Of a given size, vLLM measures no free memory, which others on the GPU change: several runs share one.
                 "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 29,
+                "additional_config": {"gdn_prefill_backend": "triton"},  # FlashInfer may be missing
             }  # fmt: skip
         else:
             options |= {"processes": by_transformers(self.model)}

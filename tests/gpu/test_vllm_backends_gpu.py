@@ -49,9 +49,9 @@ def test_another_process_reads_tensors_of_the_stream() -> None:
 def _trainer_engines() -> bool:
     if find_spec("vllm") is None:
         return False
-    import vllm.distributed.weight_transfer as api
+    import vllm.distributed.weight_transfer.ipc_engine as api
 
-    return hasattr(api, "WeightTransferTrainerFactory")
+    return hasattr(api, "IPCTrainerInitInfo")
 
 
 @contextmanager
