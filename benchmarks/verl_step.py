@@ -17,16 +17,22 @@ Each way is a run of its own, of the same random policy and questions:
 nothing of vLLM's). Seconds are medians over `--steps` after one that warms up. On CPUs there is no sleep mode: verl's
 calls are made, and vLLM ignores them.
 
-The JSON is written after every way; ways that the file holds from the same settings are not run again, so that several
-calls make one record. `--seconds` begins no other way after that. No network is used. Packages: those of
-requirements/verl.txt, Ray, and vLLM 0.26 on a GPU with torch 2.11.
+A way that fails, or has not ended after `--limit`, is a row with the reason (`failed`) and the steps that it made; all
+of its processes are ended. The exit status is 1 if that is one of this package's ways.
+
+The JSON is written after every way; ways that the file holds from the same settings are not run again unless they
+failed, so that several calls make one record. `--seconds` begins no other way after that. No network is used. Packages:
+those of requirements/verl.txt, Ray, and vLLM 0.26 on a GPU with torch 2.11.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -48,7 +54,11 @@ Record = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
 SUPPORT = ROOT / "tests" / "support"
 WARM_UP = 1
+GRACE_S = 10
+"""Seconds that processes have to end by themselves once they are told to."""
 PUSHED = "+actor_rollout_ref.rollout.engine_kwargs.vllm.weight_transfer_config={backend:lora_merge}"
+UNPACKED = "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=verl_worker.Unpacked"
+"""On CPUs: what verl's transport loads into, as vLLM repacks weights there."""
 OURS = "actor_rollout_ref.model.external_lib=lora_merge.integrations.verl"
 WAYS: dict[str, tuple[str, list[str], dict[str, str]]] = {
     "merge": ("verl's lora.merge=True", ["lora.merge=True"], {"LORA_MERGE": "0"}),
@@ -104,6 +114,8 @@ def flags(args: argparse.Namespace, folder: Path, way: str) -> list[str]:
         f"+ray_kwargs.ray_init.num_gpus={args.gpus}",
         f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes=64",
     ]  # vLLM has no sleep mode on CPUs, and refuses the option
+    if PUSHED not in own:
+        machine.append(UNPACKED)
     graphs = [f"{rollout}.enforce_eager=False", f"{rollout}.cudagraph_capture_sizes=[1,2,4,8,16,32]"]
     return [
         f"data.train_files={folder}/questions.parquet",
@@ -187,7 +199,7 @@ def environment(args: argparse.Namespace, folder: Path, way: str) -> dict[str, s
 
 
 def run(args: argparse.Namespace, folder: Path, way: str) -> Record:
-    """Run one way, and return its steps."""
+    """Run one way, and return its figures, or why there are none."""
     log, begin = folder / f"{way}.log", time.monotonic()
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *flags(args, folder, way)]
     with (
@@ -198,31 +210,61 @@ def run(args: argparse.Namespace, folder: Path, way: str) -> Record:
         ) as running,
     ):  # fmt: skip
         try:
-            status: int | str = running.wait(timeout=args.limit)
+            status = running.wait(timeout=args.limit)
+            failed = f"ended with {status}" if status else ""
         except subprocess.TimeoutExpired:
-            status = f"no end after {args.limit} s"
+            failed = f"no end after {args.limit:g} s"
         finally:
-            if running.poll() is None:
-                os.killpg(running.pid, signal.SIGTERM)
+            end(running.pid)
     text = log.read_text(errors="replace")
-    if status != 0:
-        raise RuntimeError(f"{way}: {status}\n{text[-6000:]}")
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
         (args.logs / f"{way}.log").write_text(text)
-    done = [line for line in text.splitlines() if "lora_merge:" in line]
     steps = steps_of(folder / f"{way}.jsonl")
-    if len(steps) < WARM_UP + args.steps:
-        raise RuntimeError(f"{way}: verl logged {len(steps)} steps of {WARM_UP + args.steps}\n{text[-6000:]}")
-    counted = steps[WARM_UP:]
-    found = {name: [step[name] for step in counted if name in step] for name in METRICS}
+    if not failed and len(steps) < WARM_UP + args.steps:
+        failed = f"verl logged {len(steps)} steps of {WARM_UP + args.steps}"
+    row = {"name": WAYS[way][0], "steps": steps, "wall_s": time.monotonic() - begin}
+    if failed:
+        print(f"{text[-6000:]}\n{way}: {failed}", flush=True)
+        return row | {"failed": ": ".join(filter(None, [failed, first_error(text)]))}
+    found = {name: [step[name] for step in steps[WARM_UP:] if name in step] for name in METRICS}
     typical = {name: statistics.median(values) for name, values in found.items() if values}
-    return typical | {"name": WAYS[way][0], "steps": steps, "wall_s": time.monotonic() - begin, "said": done[-1:]}
+    return row | typical | {"said": [line for line in text.splitlines() if "lora_merge:" in line][-1:]}
+
+
+def end(session: int) -> None:
+    """End the processes of a session: those of Ray and vLLM are in it, in process groups of their own."""
+    begin, left = time.monotonic(), living(session)
+    while left:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM if time.monotonic() - begin < GRACE_S else signal.SIGKILL)
+        time.sleep(0.5)
+        left = living(session)
+
+
+def living(session: int) -> list[int]:
+    """Return the processes of a session that have not ended."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state, _, _, its_session = stat.read_text().rpartition(")")[2].split()[:4]
+            if int(its_session) == session and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def first_error(text: str) -> str:
+    """Return the first exception that a run printed, which the others tend to follow from; nothing if there is none."""
+    found = re.search(r"\b(?:[\w.]+\.)?\w+(?:Error|Exception|Refused): .+", text)
+    return re.sub(r"\x1b\[[0-9;]*m", "", found[0]).strip() if found else ""
 
 
 def steps_of(logged: Path) -> list[Record]:
     """Return the figures of each step that verl's logger has written."""
-    steps = []
+    steps: list[Record] = []
+    if not logged.exists():
+        return steps
     for line in logged.read_text().splitlines():
         data = json.loads(line)["data"]
         if "timing_s/update_weights" not in data:
@@ -264,11 +306,17 @@ def show(record: Record) -> None:
         title, "way", ["update_\nweights s", "step\ns", "generate\ns", "train\ns", "peak\nGiB", "push\nms"]
     )
     for way in record["ways"].values():
+        if "failed" in way:
+            sheet.add_row(way["name"], "failed")
+            continue
         own = f"{1e3 * way['pushed_s']:.0f}" if "pushed_s" in way else ""
         figures = [way["update_weights_s"], way["step_s"], way["generate_s"], way["train_s"], way["peak_gb"]]
         sheet.add_row(way["name"], *(f"{figure:.2f}" for figure in figures), own)
     out = report.console()
     out.print(sheet)
+    for way in record["ways"].values():
+        if "failed" in way:
+            out.print(f"{way['name']}: {way['failed']}", markup=False)
     out.print(f"{machine}, {record['versions']}; commit {record['commit']}")
 
 
@@ -287,8 +335,8 @@ def main() -> None:
     parser.add_argument("--gpu-memory", type=float, default=0.4, help="share that vLLM may take (default %(default)s)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="default: all")
     parser.add_argument("--set", nargs="*", default=[], metavar="FLAG=VALUE", help="more flags of verl's")
-    parser.add_argument("--limit", type=float, default=600, help="seconds of one way (default %(default)s)")
-    parser.add_argument("--seconds", type=float, default=440, help="begin no other way after (default %(default)s)")
+    parser.add_argument("--limit", type=float, help="seconds of one way (default: 600, on CPUs 300)")
+    parser.add_argument("--seconds", type=float, help="begin no other way after (default: 440, on CPUs never)")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep what the runs print here")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     args = parser.parse_args()
@@ -296,13 +344,15 @@ def main() -> None:
     args.shape = args.shape or ("tiny" if cpu else "qwen2.5-7b")
     args.rank = args.rank or (8 if cpu else 32)
     args.new_tokens = args.new_tokens or (16 if cpu else 128)
+    args.limit = args.limit or (300 if cpu else 600)
+    args.seconds = args.seconds or (math.inf if cpu else 440)
     sync.quiet()
     sys.path.append(str(SUPPORT))
-    record, begin, failed = begun(args), time.monotonic(), []
+    record, begin = begun(args), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="verl-step-") as folder:
         made = False
         for way in args.ways:
-            if way in record["ways"]:
+            if "failed" not in record["ways"].get(way, {"failed": "not run"}):
                 continue
             if time.monotonic() - begin > args.seconds:
                 print(f"{way}: left out, {args.seconds:.0f} s have passed", flush=True)
@@ -311,15 +361,11 @@ def main() -> None:
                 make_policy(args, Path(folder))
                 made = True
                 print(f"the checkpoint was written after {time.monotonic() - begin:.0f} s", flush=True)
-            try:
-                record["ways"][way] = run(args, Path(folder), way)
-            except RuntimeError as error:
-                failed.append(way)
-                print(error, flush=True)
-                continue
+            record["ways"][way] = run(args, Path(folder), way)
             print(f"{way}: {record['ways'][way]['wall_s']:.0f} s", flush=True)
             report.save(record, args.json)
     show(record)
+    failed = [way for way in args.ways if OURS in WAYS[way][1] and "failed" in record["ways"].get(way, {})]
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

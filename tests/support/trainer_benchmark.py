@@ -1,4 +1,4 @@
-"""`benchmarks/trainers.py`, `rollout.py` and `step.py` on tiny shapes, as a user runs them."""
+"""`benchmarks/trainers.py`, `rollout.py`, `step.py` and `verl_step.py` on tiny shapes, as a user runs them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ import vllm_name
 from repository import ROOT
 
 
-def ran(script: str, folder: Path, *options: str) -> tuple[dict[str, Any], str]:
+def ran(script: str, folder: Path, *options: str, limit: float = 300) -> tuple[dict[str, Any], str]:
     """Run a benchmark, with vLLM under the name that trainers ask for.
+
+    Args:
+        limit: seconds that it may take.
 
     Returns:
         its record, and what it printed.
@@ -25,7 +28,7 @@ def ran(script: str, folder: Path, *options: str) -> tuple[dict[str, Any], str]:
     command = [sys.executable, f"benchmarks/{script}.py", *options, "--json", str(data)]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}, text=True,
-        capture_output=True, timeout=300,
+        capture_output=True, timeout=limit,
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return json.loads(data.read_text()), done.stdout
