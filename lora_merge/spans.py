@@ -11,7 +11,8 @@ from .errors import InvalidInput
 _KEY = "lora_merge"
 _STREAMED = (
     "this answer says nothing of its versions: it is of an engine that no push with cache='keep' has reached before it "
-    "ended, was aborted, or was streamed over HTTP, where vLLM leaves that out"
+    "ended, was aborted, or was streamed over HTTP, where vLLM leaves that out (of versions of an adapter, pushed with "
+    "keep=, version_of() of the sync reads the version)"
 )
 
 
@@ -19,8 +20,8 @@ class Span(NamedTuple):
     """A stretch `[start, end)` of an answer that one version has computed.
 
     Args:
-        version: as the engine names it: "merged@17", the name of a loaded adapter, or "default" for the weights that it
-            was started with.
+        version: as the engine names it: "merged@17", "adapter@17", the name of a loaded adapter, or "default" for the
+            weights that it was started with.
         start, end: indices of tokens, or positions.
     """
 

@@ -16,6 +16,7 @@ PREFIX = "/lora_merge/in-memory"
 """Begins the paths of this package's adapters, which name no files."""
 CONSTANT_PATH = PREFIX
 """The path of the one adapter that pushes without `keep` replace."""
+_PATH = re.compile(rf"{PREFIX}/.+/(\d+)")
 _NAME = re.compile(r"lora_merge@(\d+)")
 
 
@@ -27,6 +28,13 @@ def name_of(version: int) -> str:
 def path_of(state: State) -> str:
     """Return the path of the version that an engine holds in a state; no other push of any trainer has the same."""
     return f"{PREFIX}/{state.trainer}/{state.version}"
+
+
+def label_of(path: str) -> str | None:
+    """Return what a push would call an engine's weights that are the version of an adapter with a path; None where the
+    path is that of no version."""
+    found = _PATH.fullmatch(path)
+    return None if found is None else f"adapter@{found[1]}"
 
 
 def version_of(answer: Any) -> int | None:

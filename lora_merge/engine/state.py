@@ -56,7 +56,6 @@ _CHANGES: dict[str, tuple[frozenset[str], str]] = {
     "overwrite": (WEIGHTS, "dirty"),  # something else wrote to the weights: a sleep, a reload
     "switch": (frozenset({"base", "adapter"}), "brought"),  # a version of an adapter is the newest from now on
     "evict": (frozenset({"adapter"}), "base"),  # the engine dropped the adapter
-    "drop": (frozenset({"merged"}), "brought"),  # the engine dropped some of the tenants
     "return": (
         _ANY,
         "nothing",
@@ -68,9 +67,9 @@ def change(held: State, event: str, *, reason: str = "", brought: State | None =
     """Return what an engine holds after an event.
 
     Args:
-        event: "begin", "end", "break", "overwrite", "switch", "evict", "drop" or "return".
+        event: "begin", "end", "break", "overwrite", "switch", "evict" or "return".
         reason: why it is dirty from now on.
-        brought: by the push that ends, or the version that is switched to; of "drop", what is left.
+        brought: by the push that ends, or the version that is switched to.
 
     Raises:
         RuntimeError: this cannot happen to an engine that holds `held`.

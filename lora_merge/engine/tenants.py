@@ -26,11 +26,6 @@ def tenant_id(name: str) -> int:
     return _FIRST_ID + int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % _IDS
 
 
-def is_tenant_id(number: int) -> bool:
-    """Return True if an adapter's id in an engine is that of a tenant."""
-    return _FIRST_ID <= number < _FIRST_ID + _IDS
-
-
 class StaleRequests(NamedTuple):
     """Requests that could not go on with what a push brings.
 

@@ -51,7 +51,7 @@ class Contents:
         MissingExtra: peft is not installed.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         with needed("Publisher writes PEFT's format", "'lora-merge[publish]'", "peft"):
             import peft  # noqa: F401
         self._model = model
@@ -212,9 +212,8 @@ class TensorFile:
         with file:
             for place, shard, boxes in mine:
                 for box in boxes:
-                    view = shard.window(box)
-                    assert view is not None, place.name
-                    _write_box(file.fileno(), place.begin, shard, box, view)
+                    for start, (_, size), view in shard.views(box):  # Megatron's may be of several pieces
+                        _write_box(file.fileno(), place.begin, shard, (start, size), view)
 
     def write_all(self, folder: Path | None) -> None:
         """Bring all tensors together, and write them on the rank that has a folder. Collective over the ranks."""

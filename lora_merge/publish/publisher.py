@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
@@ -15,12 +16,14 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import InvalidInput, PushRefused
+from ..models.megatron.live import is_megatron
 from ..models.peft.files import CONFIG, TENSORS
 from ..shards.ranks import Ranks
 from ..stream.samples import sampled_names, samples_of
 from ..stream.weights import MergedWeights
 from .contents import Contents, TensorFile
 from .manifest import Base, Manifest, entry_of
+from .megatron import MegatronContents
 from .store import Store, now
 
 KEEP = 8
@@ -55,7 +58,8 @@ class Publisher:
     the store is a file system; into an object store the first one does. Every call is collective over all ranks.
 
     Args:
-        model: a `PeftModel`, plain, under FSDP2, FSDP1 or ZeRO-3, with one active adapter.
+        model: a `PeftModel`, plain, under FSDP2, FSDP1 or ZeRO-3, with one active adapter; or Megatron's list of
+            chunks, whose adapters are published under the names that PEFT gives those of the HF model.
         url: a path, or a URL of fsspec's: file://, s3://, gs://, ...
         keep: how many versions stay; pinned ones do besides.
         key: signs each version (HMAC-SHA256), for followers that have the same one; default: `LORA_MERGE_STORE_KEY` of
@@ -67,12 +71,18 @@ class Publisher:
     """
 
     def __init__(
-        self, model: nn.Module, url: str | os.PathLike[str], *, keep: int = KEEP, key: str | bytes | None = None
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        url: str | os.PathLike[str],
+        *,
+        keep: int = KEEP,
+        key: str | bytes | None = None,
     ) -> None:
         if keep < 1:
             raise InvalidInput(f"keep must be at least 1, got {keep}")
         self._model, self._keep = model, keep
-        self._contents, self._store = Contents(model), Store(url, key)
+        self._contents: Contents | MegatronContents = MegatronContents(model) if is_megatron(model) else Contents(model)
+        self._store = Store(url, key)
         self._world = Ranks(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
         self._me = token_hex(8)
         self._last: int | None = None

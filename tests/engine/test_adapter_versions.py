@@ -86,6 +86,9 @@ def test_the_door_of_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
     guard(Guarded)
     assert Guarded.add_request is once
     core = Guarded()
+    core.add_request(request("of an engine that was started anew", CONSTANT_PATH))
+    assert core.refused.pop() == (["of an engine that was started anew"], 4)
+    core.collective_rpc("lora_merge_adapters", None, (json.dumps({"allowed": [CONSTANT_PATH], "end": False}),))
     core.add_request(request("before any version", CONSTANT_PATH))
     message = json.dumps({"allowed": [path_of(FIRST)], "end": False})
     assert core.collective_rpc("lora_merge_adapters", None, (message,)) == ['{"in_use": ["/lora_merge/in-memory"]}']
@@ -121,6 +124,7 @@ def test_tenants_that_are_served_no_longer_do_not_come_in() -> None:
     assert core.collective_rpc("lora_merge_tenants", None, (False, [], [tenant_id("a")])) == [None]
     ask("served", "a")
     ask("another", "b")
+    core.collective_rpc("lora_merge_adapters", None, (json.dumps({"allowed": [path_of(FIRST)], "end": False}),))
     core.add_request(request("a version", path_of(FIRST)))
     core.collective_rpc("lora_merge_tenants", args=(False, [], []))
     ask("gone", "a")

@@ -176,6 +176,39 @@ def test_requests_go_on_from_their_old_cache(tmp_path: Path) -> None:
             sync.close()
 
 
+def test_answers_name_the_version_of_an_adapter_that_they_had(tmp_path: Path) -> None:
+    """Pushes with `keep` set no name for the engine's weights, which stays that of the base."""
+    model = models.with_lora(engines.qwen2, target_modules=engines.LINEARS)
+    lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "max_cpu_loras": 2}
+    with engine(model, tmp_path / "base", **lora) as llm:
+        keeps, sync = VllmSync(model, llm, cache="keep"), VllmSync(model, llm, mode="adapter")
+        merged, adapter = keeps.push().version, sync.push(keep=2).version
+        flight = Stepped(llm)
+
+        def begin(name: str, lora: Any) -> None:
+            sampling = SamplingParams(temperature=0, max_tokens=12, logprobs=0, detokenize=False, ignore_eos=True)
+            flight.engine.add_request(name, {"prompt_token_ids": PROMPT}, sampling, lora_request=lora)
+
+        begin("in flight", sync.lora_request())
+        begin("without", None)
+        flight.step(4)
+        train(model, 1)
+        newer = sync.push().version
+        begin("newer", sync.lora_request())
+        begin("older", sync.lora_request(adapter))
+        found = {name: weight_spans(output) for name, output in flight.end().items()}
+        assert (merged, newer) == (adapter - 1, adapter + 1)
+        wanted = {"in flight": f"adapter@{adapter}", "older": f"adapter@{adapter}", "newer": f"adapter@{newer}"}
+        for name, version in (wanted | {"without": f"base@{adapter}"}).items():
+            assert found[name].tokens == (Span(version, 0, 12),)
+            assert found[name].kv == (Span(version, 0, len(PROMPT) + 11),)
+        keeps.push()
+        begin("merged", None)
+        assert weight_spans(flight.end()["merged"]).tokens[0].version == f"merged@{newer + 1}"
+        keeps.close()
+        sync.close()
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     model = models.with_lora(engines.qwen2, target_modules=engines.LINEARS)
     for options, word in (
@@ -203,7 +236,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 def test_a_step_that_is_under_way_has_sampled_with_the_old_weights() -> None:
     """An engine in its owner's process that schedules ahead: what it has sampled is delivered after the push."""
     counts = {"num_output_tokens": 21, "num_output_placeholders": 1, "num_computed_tokens": 61, "num_preemptions": 0}
-    request = SimpleNamespace(**counts)
+    request = SimpleNamespace(**counts, lora_request=None)
     core = SimpleNamespace(
         get_weight_version=lambda: "merged@1", scheduler=SimpleNamespace(requests={"in flight": request})
     )

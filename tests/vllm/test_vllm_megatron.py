@@ -19,7 +19,7 @@ from megatron_peft import exported, with_peft
 from processes import spawn
 from torch import Tensor
 
-from lora_merge import MergedWeights, Segment, VllmSync
+from lora_merge import Follower, MergedWeights, Publisher, Segment, VllmSync
 from lora_merge.engine.payload.pull import MOVED
 from lora_merge.megatron import Chunks
 
@@ -77,6 +77,38 @@ def work(rank: int, folder: Path, kind: str, grid: Grid, modes: list[str], dtype
         if llm is not None and "moe" in kind and mm.DEVICE == "cpu":
             check_packed(llm.apply_model(expert_modules)[0], tensors)
         sync.close()
+
+
+def follow(rank: int, folder: Path, kind: str, grid: Grid) -> None:
+    """An engine that follows a store merges what a Megatron model publishes into it, and answers as that does."""
+    hf, url = mm.hf_model(kind, **SIZES), folder.parent / "run7"
+    with engines.engine(hf, folder, processes=True, load_format="auto") if rank == 0 else nullcontext() as llm:
+        chunks = mm.megatron(kind, hf, grid)
+        mm.adapt(chunks, "bridge")
+        adapters = []
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                parameter.requires_grad_(".adapter." in name)
+                adapters += [parameter] if parameter.requires_grad else []
+        model = Chunks(chunks, vocab_size=101)
+        publisher = Publisher(model, url)
+        follower = None if llm is None else Follower(llm, url, base=folder)
+        for step in range(2):
+            with torch.no_grad():
+                for parameter in adapters:
+                    parameter.mul_(1.0 + 0.1 * step)
+            published, tensors = publisher.publish(), exported(model)
+            asked: list[Any] = [None]
+            if follower is not None:
+                report = follower.step()
+                assert (report.merge, follower.serves) == ("engine", published.name)
+                outputs = engines.ask(llm, None, PROMPTS)
+                engines.assert_answers(outputs, with_peft(hf, tensors), PROMPTS, tolerance=TOLERANCE["moe" in kind])
+                asked = [[said(output) for output in outputs]]
+            dist.broadcast_object_list(asked)
+            check(chunks, asked[0], TOLERANCE["moe" in kind], f"step {step}")
+        if follower is not None:
+            follower.close()
 
 
 def paths(rank: int, folder: Path, kind: str, grid: Grid, parallel: dict[str, Any]) -> None:
@@ -196,6 +228,11 @@ def test_the_engine_answers_as_the_megatron_model_does(
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # `apply_model` with a function of this file
     # A rank waits in a collective while the other one starts the engine.
     spawn(2, work, tmp_path / "base", kind, grid, modes, torch.float32, timeout=timedelta(minutes=8))
+
+
+@pytest.mark.parametrize(("kind", "grid"), [("qwen2", Grid(tp=2)), ("qwen3_moe", Grid(pp=2))], ids=["tp2", "pp2"])
+def test_an_engine_follows_what_a_megatron_model_publishes(kind: str, grid: Grid, tmp_path: Path) -> None:
+    spawn(2, follow, tmp_path / "base", kind, grid, timeout=timedelta(minutes=8))
 
 
 @pytest.mark.parametrize(

@@ -587,14 +587,32 @@ def test_verify_sees_a_base_that_was_written_through_data(llm: LLM, mode: str) -
         assert_answers(ask(llm, sync.lora_request()), model)
 
 
-def test_an_evicted_adapter_is_sent_again(llm: LLM) -> None:
+def test_an_evicted_adapter_is_loaded_again(llm: LLM) -> None:
     model = policy()
     sync = VllmSync(model, llm, mode="adapter")
     sync.push()
+    state = held(llm)
+    assert llm.llm_engine.remove_lora(sync.lora_request().lora_int_id)
+    assert held(llm) == state
+    assert_answers(ask(llm, sync.lora_request()), model)
+    train(model)
     llm.llm_engine.remove_lora(sync.lora_request().lora_int_id)
-    assert held(llm).startswith("base@")
     assert not sync.push().base_sent
     assert_answers(ask(llm, sync.lora_request()), model)
+
+
+def test_a_request_for_an_adapter_that_has_gone_is_refused_alone(llm: LLM) -> None:
+    model = policy()
+    sync = VllmSync(model, llm, mode="adapter")
+    sync.push()
+    stale = sync.lora_request()
+    sync.push(mode="merged")
+    with pytest.raises(ValueError, match=r"lora_merge is not in this engine \(any more\).*ask for sync.lora_request"):
+        ask(llm, stale)
+    assert_answers(ask(llm), model)
+    train(model)
+    sync.push(mode="adapter")
+    assert_answers(ask(llm, stale), model)
 
 
 def test_requests_in_flight_do_not_change_their_mode(llm: LLM) -> None:

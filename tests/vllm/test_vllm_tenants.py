@@ -18,6 +18,7 @@ from engines import GREEDY, LINEARS, ask, assert_answers, engine, log_prob_error
 from peft import LoraConfig
 from trainer_benchmark import ran
 from vllm import AsyncEngineArgs, SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineGenerateError
 
@@ -171,14 +172,6 @@ def test_failures_leave_the_engine_dirty_or_as_it_was(llm: Any) -> None:
     assert {name: sync.lora_request(tenant=name) for name in NAMES} == requests
     assert_all(sync, llm, model)
 
-    # vLLM drops one: it is said, and the next push brings it again.
-    assert llm.llm_engine.remove_lora(tenant_id("b"))
-    assert sync.states()[0].tenants == ("a", "hot")
-    with pytest.raises(PushRefused, match="beside it: hot"):
-        sync.check()
-    sync.push()
-    assert_all(sync, llm, model)
-
     # Adapter mode takes base and slots of its own.
     model.base_model.set_adapter("b")
     other = VllmSync(model, llm, mode="adapter")
@@ -187,6 +180,35 @@ def test_failures_leave_the_engine_dirty_or_as_it_was(llm: Any) -> None:
     assert_answers(ask(llm, other.lora_request()), model, tolerance=TOLERANCE)
     sync.push()
     assert_all(sync, llm, model)
+    sync.close()
+
+
+def test_tenants_that_vllm_has_dropped_are_loaded_again(llm: Any, tmp_path: Path) -> None:
+    """Adapters of the user's own take their places: `max_cpu_loras` is smaller than all of them."""
+    model = policy(6)
+    sync = VllmSync(model, llm, tenants=NAMES)
+    sync.push()
+    state, ids = sync.states(), set(map(tenant_id, NAMES))
+    model.save_pretrained(tmp_path, selected_adapters=["a"])
+    for round_ in range(2):
+        for number in range(1, OPTIONS["max_cpu_loras"] + 1):
+            ask(llm, LoRARequest(f"own {number}", number, str(tmp_path / "a")))
+        assert not ids & llm.llm_engine.list_loras(), "vLLM has dropped them"
+        sync.check()
+        assert sync.states() == state
+        assert_all(sync, llm, model)
+        train(model, round_, size=0.02)
+        sync.push()
+        state = sync.states()
+    assert llm.llm_engine.remove_lora(tenant_id("b"))
+    assert_all(sync, llm, model)
+    stale = sync.lora_request(tenant="b")
+    model.base_model.set_adapter("b")
+    with VllmSync(model, llm, merge="engine") as other:  # theirs is no longer in the worker's memory either
+        other.push()
+        with pytest.raises(ValueError, match="no tenant of this engine"):
+            ask(llm, stale)
+        assert_answers(ask(llm), model, tolerance=TOLERANCE)
     sync.close()
 
 

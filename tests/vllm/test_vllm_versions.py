@@ -283,6 +283,26 @@ def test_versions_while_requests_run(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+async def one_adapter(llm: AsyncLLM, sync: VllmSync, model: Any, request: Any) -> None:
+    """Before any version: a request for the adapter ends alone where merged weights have taken its place."""
+    await sync.apush()
+    stale = sync.lora_request()
+    assert_answers([await request("adapter", stale)], model, asked(1))
+    await sync.apush(mode="merged")
+    with pytest.raises(EngineGenerateError) as refused:
+        await request("too late", stale)
+    assert "lora_merge is not in this engine (any more)" in str(refused.value.__cause__)
+    door = llm.input_processor._validate_lora
+    llm.input_processor._validate_lora = lambda lora: None  # as of a client in another process
+    refusal = await request("too late for the core", stale)
+    assert refusal is None or refusal.outputs[0].finish_reason == "error"
+    llm.input_processor._validate_lora = door
+    assert_answers([await request("merged", None)], model, asked(1))
+    await sync.apush(mode="adapter")
+    assert_answers([await request("adapter again", stale)], model, asked(1))
+    await sync.apush(mode="merged")
+
+
 async def pushes_while_requests_run(llm: AsyncLLM, sync: VllmSync, model: Any) -> None:
     policies: dict[int, Any] = {}
 
@@ -297,6 +317,8 @@ async def pushes_while_requests_run(llm: AsyncLLM, sync: VllmSync, model: Any) -
             last = output
         return last
 
+    async with VllmSync(model, llm, mode="adapter") as first:
+        await one_adapter(llm, first, model, request)
     train(model, 1)
     await push(keep=2)
     answers, going = [], True

@@ -150,9 +150,11 @@ class EngineSequence:
         holders = Call("will_keep" if replica.keeps else "holders", wanted=("",))
         began = replica.began if replica.still_paused else replica.served
         replica.to_adapter = mode == "adapter" if switches or {began, mode} == {"merged", "adapter"} else None
-        if replica.newest:
+        # An engine that holds an adapter, and gets the next one in its place, allows it already.
+        changes = replica.still_paused or replica.state.kind != brought.kind
+        if replica.newest or (changes and replica.workers[0].lora is not None and not replica.handle.versions):
             replica.allowed = [CONSTANT_PATH] if brought.kind == "adapter" else []
-            switches = switches or bool(replica.kept)  # versions go with the base that they belong to
+        switches = switches or bool(replica.kept)  # versions go with the base that they belong to
         replica.stale = stale_requests(replica.served_tenants, brought.tenants)
         replica.tenants = brought.tenants if brought.tenants or replica.served_tenants else None
         switches = switches or replica.stale is not None

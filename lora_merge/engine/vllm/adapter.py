@@ -63,21 +63,6 @@ def adapter_of(manager: Any, number: int, tensors: Mapping[str, Tensor], rank: i
     )
 
 
-def load_adapter(manager: Any, tensors: Mapping[str, Tensor], rank: int) -> None:
-    """Load an adapter in place of the one before."""
-    inner, model = manager._adapter_manager, adapter_of(manager, ADAPTER_ID, tensors, rank)
-    remove_adapter(manager)
-    if len(inner) + 1 > inner.capacity:
-        inner.remove_oldest_adapter()
-    inner.add_adapter(model)
-    inner.activate_adapter(ADAPTER_ID)
-
-
-def remove_adapter(manager: Any) -> None:
-    """Remove this package's adapter if it is loaded."""
-    manager._adapter_manager.remove_adapter(ADAPTER_ID)
-
-
 def _mapper(model: nn.Module) -> Any:
     """Return vLLM's map from checkpoint names to its own, renames only."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)

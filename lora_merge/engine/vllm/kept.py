@@ -17,6 +17,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..adapter_versions import label_of
 from .kept_requests import answering
 from .names import KEEP_CACHE, WILL_KEEP
 
@@ -137,6 +138,9 @@ def noting(set_version: Callable[[Any, str], None]) -> Callable[[Any, str], None
 def _spans(request: Any, version: str) -> dict[str, Any]:
     """Return the versions of a request, as `weight_spans` reads them."""
     history: Sequence[tuple[str, int, int, int]] = vars(request).get(_HISTORY, ())
+    own = None if request.lora_request is None else label_of(request.lora_request.lora_path)
+    if own is not None:  # all of it is of the version of an adapter that it began with; the engine has the base's name
+        history, version = (), own
     tokens, computed = request.num_output_tokens, max(request.num_tokens - 1, 0)
     # What was computed before the last preemption was computed again after it.
     stays = [(name, kv) for name, _, kv, preempted in history if preempted == request.num_preemptions]

@@ -1,16 +1,17 @@
-"""Versions of an adapter in vLLM's workers. vLLM loads an adapter when a request first asks for it, from its files;
-versions have none, and are loaded from the worker's own memory, again if vLLM has dropped them meanwhile.
+"""This package's adapters in vLLM's workers: versions of one, the one whose place each push takes, tenants. vLLM loads
+an adapter when a request first asks for it, from its files; these have none, and are loaded from the worker's own
+memory, again if vLLM has dropped them for others.
 
-`KeptAdapters` stands in the place of `_load_adapter` of one worker's LoRA manager, from the first version on. Read in
+`KeptAdapters` stands in the place of `_load_adapter` of one worker's LoRA manager, from the first adapter on. Read in
 vLLM 0.26, 0.32 and 0.33, run with 0.32. vLLM offers loading from memory nowhere; where it does, this is not needed
 (`tests/vllm/test_vllm_internals.py` looks).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -55,8 +56,16 @@ class _Kept:
     leaving: bool = False
 
 
+class _Held(NamedTuple):
+    """An adapter without versions. Its tensors are those that vLLM's own model of it has."""
+
+    number: int
+    tensors: Mapping[str, Tensor]
+    rank: int
+
+
 class KeptAdapters:
-    """The versions that a worker keeps.
+    """The adapters that a worker has in its own memory.
 
     Args:
         manager: vLLM's `LRUCacheWorkerLoRAManager`.
@@ -68,10 +77,13 @@ class KeptAdapters:
     def __init__(self, manager: Any) -> None:
         self._manager, self._from_files = manager, manager._load_adapter
         self._kept: dict[str, _Kept] = {}
+        self._held: dict[str, _Held] = {}
         self.newest = 0
 
     def __call__(self, request: Any) -> Any:
         """Load the adapter of a request, as vLLM's `_load_adapter`."""
+        if (held := self._held.get(request.lora_path)) is not None:
+            return adapter_of(self._manager, *held)
         kept = self._kept.get(request.lora_path)
         if kept is None:
             if request.lora_path.startswith(PREFIX):
@@ -80,14 +92,30 @@ class KeptAdapters:
         kept.ids.add(request.lora_int_id)
         return self._model(kept, request.lora_int_id)
 
+    def put(self, path: str, number: int, tensors: Mapping[str, Tensor], rank: int) -> None:
+        """Hold an adapter without versions in place of the one that had its path, and load it.
+
+        Args:
+            number: its id in requests.
+        """
+        held, inner = _Held(number, tensors, rank), self._manager._adapter_manager
+        model = adapter_of(self._manager, *held)  # an error leaves the one before
+        inner.remove_adapter(number)
+        if len(inner) + 1 > inner.capacity:
+            inner.remove_oldest_adapter()
+        inner.add_adapter(model)
+        inner._last_mapping = None  # vLLM 0.26 does not see that an id has moved to another slot
+        self._held[path] = held
+
+    def drop(self, but: Container[str]) -> None:
+        """Drop the adapters without versions that have none of these paths."""
+        for path in [path for path in self._held if path not in but]:
+            self._manager._adapter_manager.remove_adapter(self._held.pop(path).number)
+
     def states(self, leaving: bool) -> list[dict[str, Any]]:
         """Return the states of the versions, oldest first: of those that requests may ask for, or of the others."""
         found = [kept.state for kept in self._kept.values() if kept.leaving == leaving]
         return [state.to_json() for state in sorted(found, key=lambda state: state.version)]
-
-    def has(self, state: State) -> bool:
-        """Return True if the version that an engine holds in a state is here."""
-        return path_of(state) in self._kept
 
     def add(self, state: State, before: State, version: ReceivedVersion, preload: bool) -> None:
         """Keep a version.
@@ -133,18 +161,23 @@ class KeptAdapters:
 
 
 def kept_adapters(manager: Any) -> KeptAdapters | None:
-    """Return the versions that a worker keeps; None where it never had one."""
+    """Return the adapters that a worker has in its own memory; None where it never had one."""
     found = vars(manager).get("_load_adapter")
     return found if isinstance(found, KeptAdapters) else None
 
 
-def _keeper(worker: Any) -> KeptAdapters:
-    """Return the versions that a worker keeps, from now on where it never had one."""
-    manager = worker.raw.model_runner.lora_manager
+def keeper(manager: Any) -> KeptAdapters:
+    """Return the adapters that a worker has in its own memory, from now on where it never had one.
+
+    Args:
+        manager: as of `KeptAdapters`.
+    """
     kept = kept_adapters(manager)
     if kept is None:
         if not hasattr(manager, "_load_adapter"):
-            raise RuntimeError(f"this vLLM's {type(manager).__name__} has no _load_adapter: push without keep")
+            raise RuntimeError(
+                f"this vLLM's {type(manager).__name__} has no _load_adapter: push merged weights without tenants"
+            )
         kept = manager._load_adapter = KeptAdapters(manager)
     return kept
 
@@ -153,7 +186,7 @@ def _receiver(
     worker: Any, session: WorkerSession, table: Any, rank: int, state: dict[str, Any], verify: bool
 ) -> Callable[[], Any]:
     """Return what receives a version, after a check that it fits what the engine holds."""
-    brought, version, kept = State(**state), ReceivedVersion(rank), _keeper(worker)
+    brought, version, kept = State(**state), ReceivedVersion(rank), keeper(worker.raw.model_runner.lora_manager)
     _check_base(session, brought)
     # Noted before any is added: the door may be told of a version that no worker has got after all, and by this the
     # next push knows that there is a door.
@@ -207,7 +240,7 @@ def add_version(worker: Any, session: WorkerSession, state: dict[str, Any], prel
     before = _check_base(session, brought)
     if not isinstance(version, ReceivedVersion):
         raise RuntimeError("a version has to be received before it is added; push again")
-    _keeper(worker).add(brought, before, version, preload and not session.asleep())
+    keeper(worker.raw.model_runner.lora_manager).add(brought, before, version, preload and not session.asleep())
     session.update = None
     session.switch(brought)
 

@@ -1,8 +1,8 @@
 """Which of this package's adapters requests may ask for, in vLLM's engine core and in front of it.
 
 A worker that is asked for an adapter it does not have ends the whole engine. So an engine looks at each request before
-its scheduler gets it, and one that asks for a version which is not kept any more, or for a tenant that is not served
-any more, ends with an error.
+its scheduler gets it, and one that asks for an adapter which was not pushed or has gone (another mode, a version that
+is not kept any more), or for a tenant that is not served any more, ends with an error.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..adapter_versions import PREFIX
+from ..adapter_versions import CONSTANT_PATH, PREFIX
 from ..tenants import PATHS
 from . import internals
 from .names import ADAPTERS, TENANTS
 
 _ALLOWED = "_lora_merge_allowed"
-"""Attribute of an engine core that has versions: the paths that requests may ask for."""
+"""Attribute of an engine core that had adapters: the paths that requests may ask for."""
 _TENANTS = "_lora_merge_tenants"
 """Attribute of an engine core that had tenants: the ids of those that are served."""
 
@@ -92,7 +92,9 @@ def guard(core: Any) -> None:
 def _guarded(add: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(add)
     def add_request(core: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _lacks(request.lora_request, getattr(core, _ALLOWED, None), getattr(core, _TENANTS, frozenset())):
+        allowed: frozenset[str] = getattr(core, _ALLOWED, frozenset())
+        tenants: frozenset[int] = getattr(core, _TENANTS, frozenset())
+        if not _lacks(request.lora_request, allowed, tenants):
             return add(core, request, *args, **kwargs)
         if not hasattr(core, "_send_error_outputs_to_client"):  # in its owner's process, where `Door` is in front
             raise ValueError(_refusal(request.lora_request))
@@ -120,8 +122,8 @@ def answering(call: Callable[..., Any], functions: Mapping[str, Callable[..., An
 
 
 class Door:
-    """An input processor's `_validate_lora` that refuses requests for versions which are not kept, and of tenants which
-    are not served, in the process that makes them: before anything of vLLM's has noted the request.
+    """An input processor's `_validate_lora` that refuses requests for adapters which are not there, and of tenants
+    which are not served, in the process that makes them: before anything of vLLM's has noted the request.
 
     Args:
         check: vLLM's own, in whose place it stands.
@@ -142,7 +144,7 @@ def shut(engine: Any, allowed: Iterable[str] | None = None, *, tenants: Iterable
     """Let the door of a handle's engine, where this process makes its requests, pass some adapters alone.
 
     Args:
-        allowed: paths of versions; None: as before.
+        allowed: paths of adapters; None: as before.
         tenants: ids of tenants; None: as before.
     """
     processor = getattr(engine, "input_processor", None)
@@ -168,6 +170,11 @@ def _refusal(lora: Any) -> str:
         return (
             f"{lora.lora_name} is no tenant of this engine (any more): it serves what another push has brought, or was "
             "started anew; push the tenants again, and ask for lora_request(tenant=...) then"
+        )
+    if lora.lora_path == CONSTANT_PATH:
+        return (
+            f"{lora.lora_name} is not in this engine (any more): it holds what another push has brought, or was "
+            "started anew; ask for sync.lora_request() again (it is None for merged weights)"
         )
     return (
         f"{lora.lora_name} is not kept in this engine (any more): ask for a newer version (sync.lora_request()), or "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,11 +10,10 @@ from torch import Tensor
 from ...stream.buckets import Slot, dtype_name
 from ..payload.tenants import nothing, own_name, rank_of, relative, tables_of
 from ..state import State
-from ..tenants import is_tenant_id, tenant_id
+from ..tenants import PATHS, tenant_id
 from ..transport.base import Received
 from ..worker.session import WorkerSession
-from .adapter import adapter_of
-from .kept_adapters import OPERATIONS
+from .kept_adapters import OPERATIONS, keeper
 
 
 def limits(config: Any) -> dict[str, Any]:
@@ -25,19 +24,6 @@ def limits(config: Any) -> dict[str, Any]:
     """
     room = config.max_cpu_loras or config.max_loras
     return {"max_rank": config.max_lora_rank, "dtype": dtype_name(config.lora_dtype), "room": room}
-
-
-def left_of(tenants: Sequence[str], ids: Container[int]) -> tuple[str, ...]:
-    """Return those tenants whose ids an engine still knows."""
-    return tuple(name for name in tenants if tenant_id(name) in ids)
-
-
-def remove_tenants(manager: Any, but: Sequence[str]) -> None:
-    """Remove all tenants but these from an engine."""
-    stay = set(map(tenant_id, but))
-    for number in manager.list_adapters():
-        if is_tenant_id(number) and number not in stay:
-            manager._adapter_manager.remove_adapter(number)
 
 
 @OPERATIONS.register
@@ -87,21 +73,16 @@ def load_tenant(manager: Any, name: str, own: dict[str, Tensor], merged: dict[st
     """
     made = relative(own, merged)
     rank = max(rank_of({factor: tensor.shape for factor, tensor in made.items()}).values())
-    _put(manager, adapter_of(manager, tenant_id(name), made, rank))
+    keeper(manager).put(path_of(name), tenant_id(name), made, rank)
     if place <= manager._adapter_manager.lora_slots:
         manager._adapter_manager.activate_adapter(tenant_id(name))
 
 
 def load_nothing(manager: Any, name: str, merged: dict[str, Tensor]) -> None:
     """Load the merged tenant relative to itself: requests that began when it was not merged name its id."""
-    _put(manager, adapter_of(manager, tenant_id(name), nothing(merged), 1))
+    keeper(manager).put(path_of(name), tenant_id(name), nothing(merged), 1)
 
 
-def _put(manager: Any, model: Any) -> None:
-    """Keep an adapter of vLLM's form in place of the one that had its id."""
-    inner = manager._adapter_manager
-    inner.remove_adapter(model.id)
-    if len(inner) + 1 > inner.capacity:
-        inner.remove_oldest_adapter()
-    inner.add_adapter(model)
-    inner._last_mapping = None  # vLLM 0.26 does not see that an id has moved to another slot
+def path_of(name: str) -> str:
+    """Return the path of a tenant in requests."""
+    return f"{PATHS}{name}"

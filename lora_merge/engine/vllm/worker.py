@@ -17,18 +17,19 @@ from torch import Tensor
 from vllm.config import set_current_vllm_config
 
 from ...stream.buckets import dtype_name
+from ..adapter_versions import CONSTANT_PATH
 from ..configs import computing
 from ..state import State
 from ..worker.rpc import respond
 from ..worker.session import WorkerSession
 from . import internals
-from .adapter import ADAPTER_ID, load_adapter, remove_adapter, tower_advice, unserved_modules
+from .adapter import ADAPTER_ID, tower_advice, unserved_modules
 from .kept import unkept
-from .kept_adapters import OPERATIONS, KeptAdapters, kept_adapters
+from .kept_adapters import OPERATIONS, KeptAdapters, keeper, kept_adapters
 from .loading.formats import calibrated_scales, quantised_checkpoint
 from .session import note_sleeps, session_of
 from .step_counter import count_steps
-from .tenants import left_of, limits, remove_tenants
+from .tenants import limits, path_of
 from .unfit import NotFirst, unfit
 
 _LOADING = {"receive", "pull", "merge", "reload_checkpoint"}
@@ -117,29 +118,16 @@ class VllmWorker:
         return None if manager is None else kept_adapters(manager)
 
     def served(self, session: WorkerSession, state: State) -> State:
-        kept = self._kept
-        if (
-            state.kind == "adapter"
-            and not (kept is not None and kept.has(state))
-            and (ADAPTER_ID not in self.raw.list_loras())
-        ):
-            session.evicted()
-            return session.held
-        left = left_of(state.tenants, self.raw.list_loras()) if state.tenants else ()
-        if left != state.tenants:
-            session.dropped(left)
-            return session.held
-        return state
+        return state  # what vLLM drops is loaded again out of this worker's memory
 
     def settle(self, session: WorkerSession, weights: bool) -> None:
         if weights and hasattr(self.raw.model_runner, "reset_lora_state"):  # vLLM 0.32 on
             self.raw.model_runner.reset_lora_state()
-        if self.raw.vllm_config.lora_config is not None and session.held.kind != "adapter":
-            remove_adapter(self.raw.model_runner.lora_manager)
-            if self._kept is not None:
-                self._kept.forget()
-        if self.raw.vllm_config.lora_config is not None:
-            remove_tenants(self.raw.model_runner.lora_manager, session.held.tenants)
+        kept, held = self._kept, session.held
+        if kept is not None:
+            kept.drop([CONSTANT_PATH] if held.kind == "adapter" else [path_of(name) for name in held.tenants])
+            if held.kind != "adapter":
+                kept.forget()
 
     def unserved(self, modules: Sequence[str]) -> tuple[list[str], str]:
         manager = self.raw.model_runner.lora_manager
@@ -147,7 +135,9 @@ class VllmWorker:
         return unserved, tower_advice(manager, self.raw.vllm_config.lora_config, unserved)
 
     def load_adapter(self, tensors: Mapping[str, Tensor], rank: int) -> None:
-        load_adapter(self.raw.model_runner.lora_manager, tensors, rank)
+        manager = self.raw.model_runner.lora_manager
+        keeper(manager).put(CONSTANT_PATH, ADAPTER_ID, tensors, rank)
+        manager._adapter_manager.activate_adapter(ADAPTER_ID)
 
 
 def _shares(parallel: Any) -> dict[str, Any] | None:

@@ -26,7 +26,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -223,10 +222,6 @@ class WorkerSession:
     def evicted(self) -> None:
         """Note that the adapter was removed; the base is unchanged."""
         self.held = change(self.held, "evict")
-
-    def dropped(self, left: Sequence[str]) -> None:
-        """Note that the engine has dropped tenants, of which these are `left`; the merged weights are unchanged."""
-        self.held = change(self.held, "drop", brought=replace(self.held, tenants=tuple(left)))
 
     def keep_table(self, digest: str, table: Table | None = None) -> None:
         """Keep a table, and make it the last to be dropped."""
