@@ -308,7 +308,7 @@ def test_units_of_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
         s = make_segment(f"w{i}", rows, cols, rank, (base, base, adapters, adapters), torch.device("cpu"))
         segments.append(Segment(s.name, s.source, s.source, s.lora_A, s.lora_B))
     tracked = cuda_tracked.CudaTracked(segments, pack(segments), torch.device("cpu"))
-    assert [one.func.__name__ for one in tracked._launches] == ["track_cuda"] * 2 + ["track_hopper"] * 2
+    assert [one.func.name for one in tracked._launches] == ["track_cuda"] * 2 + ["track_hopper"] * 2
     for of in map(arguments, tracked._launches[2:]):
         tiles = [of[name] for name in ("strip_cols", "held", "stages", "max_rank")]
         extra, ahead = cuda_tracked.TrackedHopper.extra_box, cuda_tracked.TrackedHopper.ahead

@@ -7,9 +7,9 @@ maps, which ask for rows of whole 16-byte vectors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -58,7 +58,7 @@ class Hopper(Kernel[Tiles]):
     """The kernel for compute capability 9."""
 
     name = "kernel for compute capability 9 (tensor maps, wgmma)"
-    operator: ClassVar[Callable[..., None]] = staticmethod(operators.launch_hopper)
+    operator = operators.launch_hopper
     blocks = 1
     extra_box = 0
     """Bytes of shared memory that a launch wants for each box of a tile."""
@@ -110,8 +110,8 @@ class Hopper(Kernel[Tiles]):
         elements = (work.merges[:, ROWS] * work.merges[:, COLS]).astype(float)
         return bool((elements**2).sum() >= elements.sum() * 128 * 256 * 8 * work.processors)
 
-    def extra(self, work: Work, table: np.ndarray, device: torch.device) -> Sequence[Tensor]:
-        return (operators.tensor_maps(torch.from_numpy(table), work.kind[-1]).to(device),)
+    def maps(self, work: Work, table: np.ndarray, device: torch.device) -> Tensor:
+        return operators.tensor_maps(torch.from_numpy(table), work.kind[-1]).to(device)
 
 
 def reads_lora_A(table: np.ndarray) -> np.ndarray:

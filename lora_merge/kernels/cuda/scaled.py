@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import compress
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -41,13 +40,13 @@ class HopperScaled(Hopper):
     """
 
     name = "kernel for compute capability 9 (results of 8 bits)"
-    operator: ClassVar[Callable[..., None]] = staticmethod(operators.launch_hopper_scaled)
+    operator = operators.launch_hopper_scaled
     result_bytes = 1
     narrowest = 2 * SCALED_BLOCK
     ahead = True
 
     def __init__(self, group: int = 0, part: int = SCALE_MEASURE) -> None:
-        self.options = {"group": group, "part": part}
+        self.options = (group, part)
 
     def could_serve(self, table: np.ndarray, device: torch.device) -> np.ndarray:
         return super().could_serve(table, device) & (table[:, COLS] % 16 == 0)
