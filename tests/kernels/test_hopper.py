@@ -30,7 +30,9 @@ from lora_merge.kernels.segments import (
     DESTINATION,
     DTYPES,
     LORA_A,
+    LORA_A_STRIDE,
     LORA_B,
+    LORA_B_STRIDE,
     PARTS_A,
     PARTS_B,
     RANK,
@@ -172,8 +174,8 @@ def test_adapters_are_laid_where_they_can_be_read(
         assert after[DTYPES] >> 16 & 0xFF == after[DTYPES] >> 24 & 0xFF
         assert int(after[RANK]) == (rank if dtype == FP32 else -(-rank // 8) * 8)
         for word, stride, half, old in (
-            (LORA_A, cuda_repack.LORA_A_STRIDE, s.lora_A, before[LORA_A]),
-            (LORA_B, cuda_repack.LORA_B_STRIDE, s.lora_B, before[LORA_B]),
+            (LORA_A, LORA_A_STRIDE, s.lora_A, before[LORA_A]),
+            (LORA_B, LORA_B_STRIDE, s.lora_B, before[LORA_B]),
         ):
             assert half is not None
             strides = tuple(map(int, after[stride : stride + 2]))

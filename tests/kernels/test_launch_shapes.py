@@ -205,7 +205,7 @@ def test_plans_of_results_of_8_bits(kib: int, base: torch.dtype, gpu: Callable[[
 
 def jobs(scale: cuda_scaled.CudaScale) -> list[tuple[int, int]]:
     """Sources and destinations of what is converted."""
-    found = [one for one in scale.launches if one.keywords["part"] == SCALE_CONVERT]
+    found = [one for one in scale.launches if one.args[3] == SCALE_CONVERT]
     return [(int(job[0]), int(job[1])) for one in found for job in one.args[0]]
 
 

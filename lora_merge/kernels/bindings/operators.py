@@ -179,7 +179,7 @@ def journal_cuda(
     return *_journal(device, codes, records, arena, mark, asked), chunk, arena_before, before.numel()
 
 
-def scale_cuda(jobs: Tensor, dtype: int, group: int, part: int, device: int) -> None:
+def scale_cuda(jobs: Tensor, dtype: int, group: int, part: int, device: int, *_: object) -> None:
     """Convert numbers of 16 bits to 8 and scales. `part`: `layout.SCALE_MEASURE` or `SCALE_CONVERT`.
 
     Args:
