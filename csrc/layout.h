@@ -95,10 +95,10 @@ constexpr int kWatchAdd = 4;
 constexpr int kWatchTensors = 2;
 
 namespace operators {
-struct Placed { const Segment* table; int64_t segments; bool on_device; const int32_t* unit_segment; int64_t n_unit_segment; auto all() { return std::tie(table, segments, on_device, unit_segment, n_unit_segment); } };
+struct Placed { const Segment* table; int64_t segments; bool on_device; const int32_t* unit_segment; int64_t n_unit_segment; int32_t* counter; const uint8_t* maps; auto all() { return std::tie(table, segments, on_device, unit_segment, n_unit_segment, counter, maps); } };
 struct Units { int64_t n_units; int64_t n_raw_units; int64_t rows_per_unit; auto all() { return std::tie(n_units, n_raw_units, rows_per_unit); } };
 struct Blocks { int64_t col_warps; int64_t stages; bool staged_B; int64_t pad; int64_t max_rank; auto all() { return std::tie(col_warps, stages, staged_B, pad, max_rank); } };
-struct Tiles { const uint8_t* maps; int64_t strip_cols; int64_t held; int64_t stages; int64_t max_rank; auto all() { return std::tie(maps, strip_cols, held, stages, max_rank); } };
+struct Tiles { int64_t strip_cols; int64_t held; int64_t stages; int64_t max_rank; auto all() { return std::tie(strip_cols, held, stages, max_rank); } };
 struct Rounding { bool stochastic; int64_t seed; auto all() { return std::tie(stochastic, seed); } };
 struct Journal { uint8_t* codes; int64_t n_codes; int64_t* records; int64_t n_records; uint8_t* arena; int64_t room; int64_t mark; int64_t* asked; auto all() { return std::tie(codes, n_codes, records, n_records, arena, room, mark, asked); } };
 struct Arena { uint8_t* before; int64_t room_before; auto all() { return std::tie(before, room_before); } };
@@ -118,20 +118,20 @@ bool accepts_shape(Blocks blocks, int64_t planes, int64_t element_bytes, int64_t
 std::vector<int64_t> hopper_tiles(int64_t max_rank, int64_t planes, int64_t extra, int64_t per_block, bool ahead);
 bool accepts_tiles(int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t planes, int64_t extra, bool ahead, int64_t per_block);
 std::string cuda_problem();
-void launch_cuda(Placed placed, int32_t* counter, int64_t source_dtype, int64_t destination_dtype, int64_t adapters, Units units, Blocks blocks, Rounding rounding, Where where);
+void launch_cuda(Placed placed, int64_t source_dtype, int64_t destination_dtype, int64_t adapters, Units units, Blocks blocks, Rounding rounding, Where where);
 void scale_cuda(const Rounded* jobs, int64_t n_jobs, int64_t dtype, int64_t group, int64_t part, Where where);
-void launch_hopper(Placed placed, int32_t* counter, int64_t dtype, int64_t adapters, Units units, Tiles tiles, Rounding rounding, Where where);
-void launch_hopper_scaled(Placed placed, int32_t* counter, int64_t dtype, int64_t adapters, Units units, Tiles tiles, int64_t group, int64_t part, Rounding rounding, Where where);
+void launch_hopper(Placed placed, int64_t dtype, int64_t adapters, Units units, Tiles tiles, Rounding rounding, Where where);
+void launch_hopper_scaled(Placed placed, int64_t dtype, int64_t adapters, Units units, Tiles tiles, int64_t group, int64_t part, Rounding rounding, Where where);
 void tensor_maps(const Segment* table, int64_t segments, int64_t adapters, uint8_t* maps);
 void split_adapters(Placed placed, int64_t n_units, Where where);
 void thirds_cuda(const float* source, int64_t rows, int64_t columns, int64_t planes, int64_t row_stride, int64_t column_stride, uint16_t* destination, Where where);
 void row_norms_cuda(Placed placed, int64_t source_dtype, int64_t n_units, int64_t max_rank, double* out, Where where);
-void track_cuda(Placed placed, int32_t* counter, int64_t dtype, int64_t adapters, Units units, Blocks blocks, int64_t way, Journal journal, int64_t chunk, Arena before, Where where);
-void track_hopper(Placed placed, int32_t* counter, int64_t dtype, int64_t adapters, Units units, Tiles tiles, int64_t way, Journal journal, int64_t chunk, Arena before, Where where);
+void track_cuda(Placed placed, int64_t dtype, int64_t adapters, Units units, Blocks blocks, int64_t way, Journal journal, int64_t chunk, Arena before, Where where);
+void track_hopper(Placed placed, int64_t dtype, int64_t adapters, Units units, Tiles tiles, int64_t way, Journal journal, int64_t chunk, Arena before, Where where);
 }  // namespace operators
 #define LORA_MERGE_OPERATORS(X) X(layout_hash) X(cuda_architectures) X(cpu_isas) X(use_threads) X(launch_cpu) X(row_norms_cpu) X(tracked_sizes_cpu) X(track_cpu) X(untrack_cpu) X(retrack_cpu) X(merge_shape) X(accepts_shape) X(hopper_tiles) X(accepts_tiles)
 #define LORA_MERGE_CUDA_OPERATORS(X) X(cuda_problem) X(launch_cuda) X(scale_cuda) X(launch_hopper) X(launch_hopper_scaled) X(tensor_maps) X(split_adapters) X(thirds_cuda) X(row_norms_cuda) X(track_cuda) X(track_hopper)
 
-constexpr const char* kLayoutHash = "79f2569a4e866562";
+constexpr const char* kLayoutHash = "cb983712aa5d7693";
 
 }  // namespace lora_merge

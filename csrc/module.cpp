@@ -8,7 +8,7 @@
 #include "cuda/shapes.h"
 #include "python.h"
 #include "table.h"
-#include "watch/watch_type.h"
+#include "watch/watch.h"
 
 namespace lora_merge {
 namespace {

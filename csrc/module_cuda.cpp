@@ -46,6 +46,7 @@ AnyLaunch make_launch(const operators::Placed& placed, const operators::Units& u
   check(units.rows_per_unit % 64 == 0 && max_rank >= 0 && max_rank <= kMaxRank, "units of ", units.rows_per_unit,
         " rows, rank ", max_rank);
   AnyLaunch launch{};
+  launch.counter = placed.counter;
   launch.n_segments = static_cast<int32_t>(placed.segments);
   launch.n_units = static_cast<int32_t>(n_units);
   launch.n_raw_units = static_cast<int32_t>(n_raw_units);
@@ -66,10 +67,8 @@ AnyLaunch make_launch(const operators::Placed& placed, const operators::Units& u
 }
 
 // Of the kernel for any GPU.
-Launch make_launch(const operators::Placed& placed, int32_t* counter, const operators::Units& units,
-                   const operators::Blocks& blocks) {
+Launch make_launch(const operators::Placed& placed, const operators::Units& units, const operators::Blocks& blocks) {
   Launch launch = make_launch<Launch>(placed, units, blocks.max_rank);
-  launch.counter = counter;
   launch.stages = static_cast<int32_t>(blocks.stages);
   launch.col_warps = static_cast<int32_t>(blocks.col_warps);
   launch.staged_B = blocks.staged_B;
@@ -78,19 +77,19 @@ Launch make_launch(const operators::Placed& placed, int32_t* counter, const oper
 }
 
 // Of the kernel for compute capability 9. Maps lie where the table does.
-HopperLaunch make_launch(const operators::Placed& placed, int32_t* counter, const operators::Units& units,
+HopperLaunch make_launch(const operators::Placed& placed, const operators::Units& units,
                          const operators::Tiles& tiles) {
   HopperLaunch launch = make_launch<HopperLaunch>(placed, units, tiles.max_rank);
-  launch.counter = counter;
   launch.stages = static_cast<int32_t>(tiles.stages);
   launch.strip_cols = static_cast<int32_t>(tiles.strip_cols);
   launch.held = static_cast<int32_t>(tiles.held);
+  check(placed.maps != nullptr, "tensor maps are missing");
   if (placed.on_device) {
-    check(reinterpret_cast<uintptr_t>(tiles.maps) % alignof(Maps) == 0, "maps must begin at a multiple of ",
+    check(reinterpret_cast<uintptr_t>(placed.maps) % alignof(Maps) == 0, "maps must begin at a multiple of ",
           alignof(Maps), " bytes");
-    launch.maps = reinterpret_cast<const Maps*>(tiles.maps);
+    launch.maps = reinterpret_cast<const Maps*>(placed.maps);
   } else {
-    std::memcpy(launch.inline_maps, tiles.maps, launch.n_segments * sizeof(Maps));
+    std::memcpy(launch.inline_maps, placed.maps, launch.n_segments * sizeof(Maps));
   }
   return launch;
 }
@@ -131,9 +130,9 @@ namespace operators {
 
 std::string cuda_problem() { return runtime_problem(); }
 
-void launch_cuda(Placed placed, int32_t* counter, int64_t source_dtype, int64_t destination_dtype, int64_t adapters,
-                 Units units, Blocks blocks, Rounding rounding, Where where) {
-  Launch launch = make_launch(placed, counter, units, blocks);
+void launch_cuda(Placed placed, int64_t source_dtype, int64_t destination_dtype, int64_t adapters, Units units,
+                 Blocks blocks, Rounding rounding, Where where) {
+  Launch launch = make_launch(placed, units, blocks);
   set_rounding(launch, rounding);
   const OnDevice here(where.device);
   must(launch_merge(source_code(source_dtype), dtype_code(destination_dtype), products_code(adapters), launch,
@@ -159,18 +158,18 @@ void scale_cuda(const Rounded* jobs, int64_t n_jobs, int64_t dtype, int64_t grou
   must(launch_scale(static_cast<int>(dtype), static_cast<int>(group), static_cast<int>(part), launch, where.stream));
 }
 
-void launch_hopper(Placed placed, int32_t* counter, int64_t dtype, int64_t adapters, Units units, Tiles tiles,
-                   Rounding rounding, Where where) {
-  HopperLaunch launch = make_launch(placed, counter, units, tiles);
+void launch_hopper(Placed placed, int64_t dtype, int64_t adapters, Units units, Tiles tiles, Rounding rounding,
+                   Where where) {
+  HopperLaunch launch = make_launch(placed, units, tiles);
   set_rounding(launch, rounding);
   const OnDevice here(where.device);
   must(lora_merge::launch_hopper(dtype_code(dtype), products_code(adapters), launch, where.stream));
 }
 
-void launch_hopper_scaled(Placed placed, int32_t* counter, int64_t dtype, int64_t adapters, Units units, Tiles tiles,
-                          int64_t group, int64_t part, Rounding rounding, Where where) {
+void launch_hopper_scaled(Placed placed, int64_t dtype, int64_t adapters, Units units, Tiles tiles, int64_t group,
+                          int64_t part, Rounding rounding, Where where) {
   check_scaling(group, part);
-  HopperLaunch launch = make_launch(placed, counter, units, tiles);
+  HopperLaunch launch = make_launch(placed, units, tiles);
   set_rounding(launch, rounding);
   const OnDevice here(where.device);
   must(lora_merge::launch_hopper_scaled(dtype_code(dtype), products_code(adapters), static_cast<int>(group),
@@ -205,18 +204,18 @@ void row_norms_cuda(Placed placed, int64_t source_dtype, int64_t n_units, int64_
   must(launch_row_norms(source_code(source_dtype), launch, out, where.stream));
 }
 
-void track_cuda(Placed placed, int32_t* counter, int64_t dtype, int64_t adapters, Units units, Blocks blocks,
-                int64_t way, Journal journal, int64_t chunk, Arena before, Where where) {
-  const Launch launch = make_launch(placed, counter, units, blocks);
+void track_cuda(Placed placed, int64_t dtype, int64_t adapters, Units units, Blocks blocks, int64_t way,
+                Journal journal, int64_t chunk, Arena before, Where where) {
+  const Launch launch = make_launch(placed, units, blocks);
   const TrackedJournal tracked = make_journal(units.n_units, way, journal, chunk, before);
   const OnDevice here(where.device);
   must(
       launch_tracked(dtype_code(dtype), products_code(adapters), static_cast<int>(way), launch, tracked, where.stream));
 }
 
-void track_hopper(Placed placed, int32_t* counter, int64_t dtype, int64_t adapters, Units units, Tiles tiles,
-                  int64_t way, Journal journal, int64_t chunk, Arena before, Where where) {
-  const HopperLaunch launch = make_launch(placed, counter, units, tiles);
+void track_hopper(Placed placed, int64_t dtype, int64_t adapters, Units units, Tiles tiles, int64_t way,
+                  Journal journal, int64_t chunk, Arena before, Where where) {
+  const HopperLaunch launch = make_launch(placed, units, tiles);
   const TrackedJournal tracked = make_journal(units.n_units, way, journal, chunk, before);
   const OnDevice here(where.device);
   must(launch_hopper_tracked(dtype_code(dtype), products_code(adapters), static_cast<int>(way), launch, tracked,

@@ -4,6 +4,16 @@
 
 constexpr int64_t kPanel = 2 * kLanes;
 
+// `run` with a value of the type that the lowest dtype code of a word stands for.
+template <class Run>
+auto with_dtype(int64_t dtypes, const Run& run) {
+  switch (dtypes & 0xff) {
+    case kBFloat16: return run(BFloat16{});
+    case kFloat16: return run(Float16{});
+    default: return run(float{});
+  }
+}
+
 // `n` elements to float32. Writes up to a multiple of kLanes, the surplus from zeros.
 template <class T>
 void widen(const T* from, int64_t stride, int64_t n, float* to) {
@@ -52,19 +62,11 @@ void pack_a(const Segment& s, int64_t col, int64_t n, float* to) {
 }
 
 void pack_b(const Unit& unit, int64_t row, float* to) {
-  switch (unit.segment->dtypes >> 24 & 0xff) {
-    case kBFloat16: return pack_b<BFloat16>(unit, row, to);
-    case kFloat16: return pack_b<Float16>(unit, row, to);
-    default: return pack_b<float>(unit, row, to);
-  }
+  with_dtype(unit.segment->dtypes >> 24, [&](auto x) { pack_b<decltype(x)>(unit, row, to); });
 }
 
 void pack_a(const Segment& s, int64_t col, int64_t n, float* to) {
-  switch (s.dtypes >> 16 & 0xff) {
-    case kBFloat16: return pack_a<BFloat16>(s, col, n, to);
-    case kFloat16: return pack_a<Float16>(s, col, n, to);
-    default: return pack_a<float>(s, col, n, to);
-  }
+  with_dtype(s.dtypes >> 16, [&](auto x) { pack_a<decltype(x)>(s, col, n, to); });
 }
 
 // And what earlier blocks summed.

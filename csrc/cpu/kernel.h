@@ -31,7 +31,6 @@ struct Unit {
 };
 
 constexpr int64_t kRankBlock = 128;  // products are summed in blocks of so many ranks
-constexpr int64_t kMaxRank = 512;
 constexpr int64_t kUnitRows = 384;           // many: lora_A is packed once for all of them
 constexpr int64_t kUnitCols = 1024;          // a page of float32
 constexpr int64_t kMaxTileRows = 16;         // of a register tile, over all instruction sets

@@ -174,8 +174,6 @@ inline bool any_beyond(const Float16* from, int64_t n, int64_t step) {
 }
 inline bool any_beyond(const void*, int64_t, int64_t) { return false; }  // other types reach as far as the sums do
 
-constexpr int64_t kCoded = 0x100;  // none of the dtype codes
-
 inline bool is_coded(const Segment& s) { return s.dtypes >> 32 != kPlain; }
 
 inline float scaling_of(const Segment& s) { return s.rank > 0 ? static_cast<float>(s.scaling) : 1; }
@@ -323,20 +321,14 @@ void merge_as(const Unit& unit, bool stochastic, uint64_t seed, Scratch& scratch
 
 template <class Source>
 void merge_from(const Unit& unit, bool stochastic, uint64_t seed, Scratch& scratch) {
-  switch (unit.segment->dtypes >> 8 & 0xff) {
-    case kBFloat16: return merge_as<Source, BFloat16>(unit, stochastic, seed, scratch);
-    case kFloat16: return merge_as<Source, Float16>(unit, stochastic, seed, scratch);
-    default: return merge_as<Source, float>(unit, stochastic, seed, scratch);
-  }
+  with_dtype(unit.segment->dtypes >> 8,
+             [&](auto x) { merge_as<Source, decltype(x)>(unit, stochastic, seed, scratch); });
 }
 
 void merge(const Unit& unit, bool stochastic, uint64_t seed, Scratch& scratch) {
-  switch (is_coded(*unit.segment) ? kCoded : unit.segment->dtypes & 0xff) {
-    case kCoded: merge_from<Coded>(unit, stochastic, seed, scratch); break;
-    case kBFloat16: merge_from<Plain<BFloat16>>(unit, stochastic, seed, scratch); break;
-    case kFloat16: merge_from<Plain<Float16>>(unit, stochastic, seed, scratch); break;
-    default: merge_from<Plain<float>>(unit, stochastic, seed, scratch);
-  }
+  const auto from = [&](auto x) { merge_from<Plain<decltype(x)>>(unit, stochastic, seed, scratch); };
+  if (is_coded(*unit.segment)) merge_from<Coded>(unit, stochastic, seed, scratch);
+  else with_dtype(unit.segment->dtypes, from);
   if (unit.streamed) drain();
 }
 
@@ -394,10 +386,6 @@ void row_norms_from(const Unit& unit, double* out, Scratch& scratch) {
 }
 
 void row_norms(const Unit& unit, double* out, Scratch& scratch) {
-  switch (is_coded(*unit.segment) ? kCoded : unit.segment->dtypes & 0xff) {
-    case kCoded: return row_norms_from<Coded>(unit, out, scratch);
-    case kBFloat16: return row_norms_from<Plain<BFloat16>>(unit, out, scratch);
-    case kFloat16: return row_norms_from<Plain<Float16>>(unit, out, scratch);
-    default: return row_norms_from<Plain<float>>(unit, out, scratch);
-  }
+  if (is_coded(*unit.segment)) return row_norms_from<Coded>(unit, out, scratch);
+  with_dtype(unit.segment->dtypes, [&](auto x) { row_norms_from<Plain<decltype(x)>>(unit, out, scratch); });
 }

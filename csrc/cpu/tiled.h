@@ -53,20 +53,12 @@ class Tiled {
 
   void pack_columns(int64_t j, int64_t n) {
     first_ = j, end_ = j + n;
-    switch (unit_.segment->dtypes >> 16 & 0xff) {
-      case kBFloat16: return pack_columns_of<BFloat16>();
-      case kFloat16: return pack_columns_of<Float16>();
-      default: return pack_columns_of<float>();
-    }
+    with_dtype(unit_.segment->dtypes >> 16, [&](auto x) { pack_columns_of<decltype(x)>(); });
   }
 
   void pack_rows(int64_t i) {
     row_ = i, rows_packed_ = false;
-    switch (unit_.segment->dtypes >> 24 & 0xff) {
-      case kBFloat16: pack_rows_of<BFloat16>(); break;
-      case kFloat16: pack_rows_of<Float16>(); break;
-      default: pack_rows_of<float>();
-    }
+    with_dtype(unit_.segment->dtypes >> 24, [&](auto x) { pack_rows_of<decltype(x)>(); });
     multiply_tiles(0);
   }
 

@@ -229,11 +229,7 @@ int64_t track_as(const Unit& unit, uint8_t* codes, TrackScratch& scratch) {
 }
 
 int64_t track(const Unit& unit, uint8_t* codes, TrackScratch& scratch) {
-  switch (unit.segment->dtypes & 0xff) {
-    case kBFloat16: return track_as<BFloat16>(unit, codes, scratch);
-    case kFloat16: return track_as<Float16>(unit, codes, scratch);
-    default: return track_as<float>(unit, codes, scratch);
-  }
+  return with_dtype(unit.segment->dtypes, [&](auto x) { return track_as<decltype(x)>(unit, codes, scratch); });
 }
 
 // Of the bits of a unit, row by row: a sum of products of pairs of 32-bit words, each added to a number that depends on
@@ -317,9 +313,6 @@ uint64_t checksum(const Unit& unit) {
 }
 
 void untrack(const Unit& unit, const uint8_t* codes, const uint8_t* escaped, TrackScratch& scratch) {
-  switch (unit.segment->dtypes & 0xff) {
-    case kBFloat16: return sweep(unit, scratch, Untrack<BFloat16>(unit, codes, scratch, &escaped));
-    case kFloat16: return sweep(unit, scratch, Untrack<Float16>(unit, codes, scratch, &escaped));
-    default: return sweep(unit, scratch, Untrack<float>(unit, codes, scratch, &escaped));
-  }
+  with_dtype(unit.segment->dtypes,
+             [&](auto x) { sweep(unit, scratch, Untrack<decltype(x)>(unit, codes, scratch, &escaped)); });
 }

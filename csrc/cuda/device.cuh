@@ -194,6 +194,29 @@ __device__ __forceinline__ void wait_async_all_but(int pending) {
   }
 }
 
+// ---- launching -----------------------------------------------------------------------------------------------------
+
+// `run` with a value of the type that a code stands for.
+template <typename Run>
+int with_dtype(int dtype, const Run& run) {
+  switch (dtype) {
+    case kBFloat16: return run(bf16{});
+    case kFloat16: return run(__half{});
+    default: return run(float{});
+  }
+}
+
+// The same of what products are made of: pairs are for weights and results of 16 bits, fp16 for what is so throughout.
+template <typename Source, typename Destination, typename Run>
+int with_adapters(int adapters, const Run& run) {
+  if constexpr (sizeof(Source) == 2 && sizeof(Destination) == 2)
+    if (adapters == kPairs) return run(Pair{});
+  if (adapters == kFloat32) return run(float{});
+  if (adapters == kBFloat16) return run(bf16{});
+  if constexpr (std::is_same_v<Source, __half> && std::is_same_v<Destination, __half>) return run(__half{});
+  return cudaErrorInvalidConfiguration;
+}
+
 // Lets a kernel have so much shared memory. A refusal is returned, no more: left with the runtime as its last error, it
 // would be read as that of the next launch.
 template <typename Kernel>

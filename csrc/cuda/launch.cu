@@ -1,48 +1,32 @@
 // Which kernel runs a launch.
-#include <cuda.h>
-#include <cuda_runtime.h>
-
+#include "device.cuh"
 #include "driver.h"
-#include "launch.h"
 
 namespace lora_merge {
 
-int launch_from_bf16(int, int, const Launch&, void*);
-int launch_from_fp16(int, int, const Launch&, void*);
-int launch_from_fp32(int, int, const Launch&, void*);
-
-int launch_packed_bf16(int, int, const Launch&, void*);
-int launch_packed_fp16(int, int, const Launch&, void*);
-int launch_packed_fp32(int, int, const Launch&, void*);
-
-int row_norms_from_bf16(const Launch&, double*, void*);
-int row_norms_from_fp16(const Launch&, double*, void*);
-int row_norms_from_fp32(const Launch&, double*, void*);
-
-int row_norms_packed_bf16(const Launch&, double*, void*);
-int row_norms_packed_fp16(const Launch&, double*, void*);
-int row_norms_packed_fp32(const Launch&, double*, void*);
+// In sm80, a file a source.
+template <typename Source>
+int launch_from(int destination_dtype, int adapters, const Launch&, cudaStream_t);
+template <typename T>
+int launch_packed_from(int destination_dtype, int adapters, const Launch&, cudaStream_t);
+template <typename Source>
+int row_norms_from(const Launch&, double* out, cudaStream_t);
+template <typename T>
+struct Coded;
 
 int launch_merge(int source_dtype, int destination_dtype, int adapters, const Launch& launch, void* stream) {
-  switch (source_dtype) {
-    case kBFloat16: return launch_from_bf16(destination_dtype, adapters, launch, stream);
-    case kFloat16: return launch_from_fp16(destination_dtype, adapters, launch, stream);
-    case kPackedSource | kBFloat16: return launch_packed_bf16(destination_dtype, adapters, launch, stream);
-    case kPackedSource | kFloat16: return launch_packed_fp16(destination_dtype, adapters, launch, stream);
-    case kPackedSource | kFloat32: return launch_packed_fp32(destination_dtype, adapters, launch, stream);
-    default: return launch_from_fp32(destination_dtype, adapters, launch, stream);
-  }
+  return with_dtype(source_dtype & ~kPackedSource, [&](auto source) {
+    const auto from = source_dtype & kPackedSource ? launch_packed_from<decltype(source)> : launch_from<decltype(source)>;
+    return from(destination_dtype, adapters, launch, static_cast<cudaStream_t>(stream));
+  });
 }
 
 int launch_row_norms(int source_dtype, const Launch& launch, double* out, void* stream) {
-  switch (source_dtype) {
-    case kBFloat16: return row_norms_from_bf16(launch, out, stream);
-    case kFloat16: return row_norms_from_fp16(launch, out, stream);
-    case kPackedSource | kBFloat16: return row_norms_packed_bf16(launch, out, stream);
-    case kPackedSource | kFloat16: return row_norms_packed_fp16(launch, out, stream);
-    case kPackedSource | kFloat32: return row_norms_packed_fp32(launch, out, stream);
-    default: return row_norms_from_fp32(launch, out, stream);
-  }
+  return with_dtype(source_dtype & ~kPackedSource, [&](auto source) {
+    using T = decltype(source);
+    const auto from = source_dtype & kPackedSource ? row_norms_from<Coded<T>> : row_norms_from<T>;
+    return from(launch, out, static_cast<cudaStream_t>(stream));
+  });
 }
 
 namespace {

@@ -62,4 +62,8 @@ class Watch {
   std::vector<std::vector<PyObject*>> given_;        // what `again` gives
 };
 
+// `Watch` as a Python type, a new reference (watch_type.cpp): it notes what a reading of live objects saw, and tells in
+// one call whether it is the same still.
+PyObject* type();
+
 }  // namespace lora_merge::watch

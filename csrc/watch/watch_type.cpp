@@ -1,6 +1,4 @@
-// Watch as a Python type. See watch_type.h.
-#include "watch_type.h"
-
+// Watch as a Python type. See watch.h.
 #include <new>
 
 #include "../dlpack.h"

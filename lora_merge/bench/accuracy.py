@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels.segments import raw
+
 BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}
 """Elements worked on at a time: temporaries of a few MiB on a CPU, of about 1 GiB on a GPU."""
 
@@ -113,14 +115,10 @@ def ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _ordinal(x: Tensor) -> Tensor:
     """Map numbers in order to integers, neighbours one apart, both zeros at 0: int32 (int64 for float32)."""
-    if x.element_size() == 2:
-        bits = x.view(torch.int16).int()
-        return torch.where(bits < 0, -(bits & 0x7FFF), bits)
-    bits = x.view(torch.int32).long()
-    return torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+    bits = raw(x).int() if x.element_size() == 2 else raw(x).long()
+    return torch.where(bits < 0, -(bits & torch.iinfo(raw(x).dtype).max), bits)
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
     """Return True if two tensors are equal bit for bit: NaN equals itself, -0.0 differs from 0.0."""
-    words = {2: torch.int16, 4: torch.int32}[x.element_size()]
-    return torch.equal(x.view(words), y.view(words))
+    return torch.equal(raw(x), raw(y))

@@ -146,15 +146,9 @@ METHODS: dict[str, Callable[[PeftModel, Sequence[Matrix]], Method]] = {
 }
 
 
-ROOM = {
-    "lora_merge in place": 0.0,
-    "lora_merge out of place": 1.0,
-    "lora_merge into bf16": 0.5,
-    "merged() enter+exit": 0.25,
-    "peft": 0.0,
-    "addmm_": 0.0,
-}
-"""What methods take on top of the weights, in multiples of their bytes; a method without room is skipped."""
+ROOM = {"lora_merge out of place": 1.0, "lora_merge into bf16": 0.5, "merged() enter+exit": 0.25}
+"""What methods take on top of the weights, in multiples of their bytes, others nothing; a method without room is
+skipped."""
 _BESIDE = 12
 """Bytes an element of the largest weight that drawing, merging and checking it take: three float32."""
 

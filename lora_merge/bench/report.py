@@ -166,14 +166,13 @@ def sheet_of(title: str, first: str, columns: Sequence[str]) -> Table:
 def table(record: Record, columns: Sequence[str] = MERGE) -> None:
     """Print the figures."""
     out = console()
+    if not limited(record):
+        columns = [heading for heading in columns if heading not in OF_LIMITS]
     sheet = sheet_of(title(record), "method", columns)
     copy_ms, products_ms = record["copy_ms"], record["products_ms"]
     if limited(record):
         for limit, ms in (("limit: one large copy", copy_ms), ("limit: the products", products_ms)):
             sheet.add_row(limit, *({"ms": f"{ms:.2f}", "x copy": f"{ms / copy_ms:.2f}"}.get(c, "") for c in columns))
-    else:
-        columns = [heading for heading in columns if heading not in OF_LIMITS]
-        sheet = sheet_of(title(record), "method", columns)
     for name, m in record["methods"].items():
         sheet.add_row(name, *(COLUMNS[heading](m) for heading in columns))
     out.print()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import torch
+
 from ..bench import check_extra
 from ..bench.options import add_options, cache
 from ..errors import InvalidInput
@@ -23,8 +25,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def bench(options: argparse.Namespace) -> int:
     if (options.model is None) != (options.adapter is None):
         raise InvalidInput("--model and --adapter come together: give both, or neither")
-    if options.device.type == "cuda":
-        _check_cuda()
+    if options.device.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidInput("--device cuda: torch sees no GPU here; lora-merge doctor says more")
     check_extra(options.plot is not None)
     with needed("bench takes PEFT and transformers", "'lora-merge[bench]'", "peft", "transformers"):
         from ..bench.job import run
@@ -33,10 +35,3 @@ def bench(options: argparse.Namespace) -> int:
     if options.json:
         tell(options, "", record)
     return 0
-
-
-def _check_cuda() -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise InvalidInput("--device cuda: torch sees no GPU here; lora-merge doctor says more")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING
 
 from .output import REFUSED, add_json, tell
@@ -74,25 +73,5 @@ def _table(found: Inspected) -> list[str]:
     lost = sum((one.loss * one.update) ** 2 for one in found.updates) ** 0.5
     together = f"{update / weight:.3g}" if weight else ""
     rows.append((f"all {len(found.updates)}", "", together, f"{lost / update:.2%}" if update else ""))
-    if sys.stdout.isatty():
-        try:
-            return _rich(head, rows)
-        except ImportError:
-            pass
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(4)]
     return ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)]
-
-
-def _rich(head: tuple[str, ...], rows: list[tuple[str, str, str, str]]) -> list[str]:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for number, name in enumerate(head):
-        table.add_column(name, justify="left" if number == 0 else "right", no_wrap=number == 0)
-    for row in rows:
-        table.add_row(*row)
-    console = Console()
-    with console.capture() as captured:
-        console.print(table)
-    return captured.get().rstrip("\n").splitlines()

@@ -125,9 +125,7 @@ def _scales(said: list[str]) -> dict[str, float]:
     for one in said:
         name, _, factor = one.rpartition("=")
         try:
-            found[name] = float(factor)
+            found[name] = float(factor if name else "")
         except ValueError:
             raise InvalidInput(f"--scale must be NAME=FACTOR, like --scale style=0.7; got {one!r}") from None
-        if not name:
-            raise InvalidInput(f"--scale must be NAME=FACTOR, like --scale style=0.7; got {one!r}")
     return found

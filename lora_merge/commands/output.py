@@ -14,12 +14,31 @@ from typing import Any, get_args
 
 import torch
 
-from ..choices import Cache
+from ..choices import Cache, Pause
 from ..errors import LoraMergeError, PushFailed
 
 REFUSED, DIRTY, INTERRUPTED = 1, 3, 130
 """Exit statuses: nothing was changed; an engine is dirty, as a push broke off; Ctrl-C. (argparse takes 2.)"""
 Command = Callable[[argparse.Namespace], int]
+
+
+def add_url(parser: argparse.ArgumentParser) -> None:
+    """Add the argument of commands that reach a server."""
+    parser.add_argument(
+        "url",
+        metavar="URL",
+        help="URL of a vllm serve that was started with VLLM_SERVER_DEV_MODE=1, such as http://localhost:8000",
+    )
+
+
+def add_pause(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--pause`."""
+    parser.add_argument(
+        "--pause",
+        default="keep",
+        choices=get_args(Pause),
+        help="requests in flight go on with the new weights, finish first, or are aborted (default: keep)",
+    )
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:
@@ -63,25 +82,23 @@ def run(command: Command, options: argparse.Namespace) -> int:
     try:
         return command(options)
     except LoraMergeError as error:
-        if options.json:
-            _tell_error(str(error), type(error).__name__)
-        else:
+        _tell_error(options, error)
+        if not options.json:
             sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return DIRTY if isinstance(error, PushFailed) else REFUSED
     except KeyboardInterrupt:
-        if options.json:
-            _tell_error("interrupted", "KeyboardInterrupt")
+        _tell_error(options, KeyboardInterrupt("interrupted"))
         sys.stderr.write("interrupted; nothing is left of what was being written\n")
         return INTERRUPTED
     except Exception as error:  # a bug, whose trace says where
-        if options.json:
-            _tell_error(str(error), type(error).__name__)
+        _tell_error(options, error)
         raise
 
 
-def _tell_error(error: str, kind: str) -> None:
-    sys.stdout.write(json.dumps({"error": error, "kind": kind}) + "\n")
-    sys.stdout.flush()
+def _tell_error(options: argparse.Namespace, error: BaseException) -> None:
+    if options.json:
+        sys.stdout.write(json.dumps({"error": str(error), "kind": type(error).__name__}) + "\n")
+        sys.stdout.flush()
 
 
 @contextmanager

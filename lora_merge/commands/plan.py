@@ -30,7 +30,6 @@ def _dtype(*more: str) -> Any:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("model", metavar="MODEL", help="a config.json, the folder of one, or a name on the hub")
     parser.add_argument(
         "--memory", type=float, metavar="GB", help="of a GPU: say what is left of it, and whether it fits"
@@ -63,7 +62,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Run it."""
     from ..sizing import Setup, check, estimate, host_bytes, read_policy, totals
 
     names = options.targets.split(",")

@@ -9,19 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidInput
-from .output import REFUSED, add_cache, add_json, tell
+from .output import REFUSED, add_cache, add_json, add_pause, add_url, tell
 
 if TYPE_CHECKING:
     from ..publish.status import StoreStatus
 
 
 def add_follow(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `follow`."""
-    parser.add_argument(
-        "url",
-        metavar="URL",
-        help="URL of a vllm serve that was started with VLLM_SERVER_DEV_MODE=1, such as http://localhost:8000",
-    )
+    add_url(parser)
     _add_store(parser)
     parser.add_argument(
         "--base",
@@ -33,31 +28,23 @@ def add_follow(parser: argparse.ArgumentParser) -> None:
         "--interval", type=float, default=1.0, metavar="S", help="seconds between two looks at the store (default: 1)"
     )
     parser.add_argument("--once", action="store_true", help="bring the engine to the newest version, and end")
-    parser.add_argument(
-        "--pause",
-        default="keep",
-        choices=("keep", "wait", "abort"),
-        help="requests in flight go on with the new weights, finish first, or are aborted (default: keep)",
-    )
+    add_pause(parser)
     add_cache(parser)
     add_json(parser)
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `status`."""
     _add_store(parser)
     add_json(parser)
 
 
 def add_rollback(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `rollback`."""
     _add_store(parser)
     parser.add_argument("version", type=int, metavar="VERSION", help="number of a version that the store still has")
     add_json(parser)
 
 
 def add_pin(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `pin`."""
     _add_store(parser)
     parser.add_argument("version", type=int, metavar="VERSION", help="number of a version that the store still has")
     parser.add_argument("--undo", action="store_true", help="keep it no longer than others")
@@ -84,7 +71,6 @@ def _key(options: argparse.Namespace) -> bytes | None:
 
 
 def follow(options: argparse.Namespace) -> int:
-    """Run it."""
     from ..publish.follower import Follower, to_stderr
 
     if options.interval <= 0:
@@ -114,7 +100,6 @@ def follow(options: argparse.Namespace) -> int:
 
 
 def status(options: argparse.Namespace) -> int:
-    """Run it."""
     from ..publish.status import status as status_of
     from ..publish.store import Store
 
@@ -124,7 +109,6 @@ def status(options: argparse.Namespace) -> int:
 
 
 def rollback(options: argparse.Namespace) -> int:
-    """Run it."""
     from ..publish.publisher import rollback as roll_back
     from ..publish.store import Store
 
@@ -135,7 +119,6 @@ def rollback(options: argparse.Namespace) -> int:
 
 
 def pin(options: argparse.Namespace) -> int:
-    """Run it."""
     from ..publish.store import Store
 
     Store(options.store, _key(options)).pin(options.version, not options.undo)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..bench.options import device
-from ..choices import Pause
-from .output import add_cache, add_json, tell
+from .output import add_cache, add_json, add_pause, add_url, tell
 
 if TYPE_CHECKING:
     from ..engine.push.replica import SyncReport
 
 
 def add_load(parser: argparse.ArgumentParser) -> None:
-    _add_url(parser)
+    add_url(parser)
     parser.add_argument("adapter", metavar="ADAPTER", help="folder that PEFT has saved, with adapter_config.json")
     parser.add_argument(
         "--base",
@@ -34,29 +33,13 @@ def add_load(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--verify", action="store_true", help="compare checksums of the adapter after the transfer")
     add_cache(parser)
-    _add_pause(parser)
+    add_pause(parser)
+    add_json(parser)
 
 
 def add_unload(parser: argparse.ArgumentParser) -> None:
-    _add_url(parser)
-    _add_pause(parser)
-
-
-def _add_url(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "url",
-        metavar="URL",
-        help="URL of a vllm serve that was started with VLLM_SERVER_DEV_MODE=1, such as http://localhost:8000",
-    )
-
-
-def _add_pause(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--pause",
-        default="keep",
-        choices=get_args(Pause),
-        help="requests in flight go on with the new weights, finish first, or are aborted (default: keep)",
-    )
+    add_url(parser)
+    add_pause(parser)
     add_json(parser)
 
 

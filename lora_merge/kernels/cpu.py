@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,6 @@ from ..errors import BackendUnavailable
 from .backend import Moves
 from .bindings import native, operators
 from .scaled.two_step import ByOperations, TwoStepScaled
-from .scaled.weights import Placed
 from .segments import DESTINATION, SOURCE, Segment, pack, same_weights
 from .tracked.one_pass import Journal, Kernels, OnePassTracked
 
@@ -47,9 +47,8 @@ def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
     return _Launch(torch.from_numpy(pack(segments)))
 
 
-def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> TwoStepScaled:
-    """Merge by launches of `prepare`, then scale by tensor operations."""
-    return TwoStepScaled(prepare, ByOperations, placed, device)
+prepare_scaled = partial(TwoStepScaled, prepare, ByOperations)
+"""Merges by launches of `prepare`, then scales by tensor operations."""
 
 
 class _Tracked(Kernels):

@@ -213,10 +213,6 @@ def _check_lists(destinations: Any, **lists: Any) -> None:
             raise InvalidInput(f"destinations[{index}] must have 2 dimensions, got shape {tuple(value.shape)}")
 
 
-def _segment(weight: Tensor, out: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Segment:
-    return Segment("weight", weight, out, lora_A, lora_B, scaling)
-
-
 def _merge_(
     weight: Tensor,
     lora_A: Tensor,
@@ -225,8 +221,7 @@ def _merge_(
     rounding: Rounding = "nearest",
     seed: int | None = None,
 ) -> None:
-    Plan([_segment(weight, weight, lora_A, lora_B, scaling)]).run(rounding=rounding, seed=seed)
-    _written(weight)
+    _merge_out(weight, lora_A, lora_B, scaling, rounding, seed, out=weight)
 
 
 def _merge(
@@ -253,7 +248,7 @@ def _merge_out(
     *,
     out: Tensor,
 ) -> None:
-    Plan([_segment(weight, out, lora_A, lora_B, scaling)]).run(rounding=rounding, seed=seed)
+    Plan([Segment("weight", weight, out, lora_A, lora_B, scaling)]).run(rounding=rounding, seed=seed)
     _written(out)
 
 

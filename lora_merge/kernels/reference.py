@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from .scaled.two_step import ByOperations, TwoStepScaled
-from .scaled.weights import Placed
 from .segments import Segment, moves_bits, name_key
 from .tracked.composed import ComposedTracked
 
@@ -44,9 +44,8 @@ def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
     return _Launch(segments)
 
 
-def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> TwoStepScaled:
-    """Merge by launches of `prepare`, then scale by tensor operations."""
-    return TwoStepScaled(prepare, ByOperations, placed, device)
+prepare_scaled = partial(TwoStepScaled, prepare, ByOperations)
+"""Merges by launches of `prepare`, then scales by tensor operations."""
 
 
 def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> ComposedTracked:

@@ -226,9 +226,7 @@ def _words(s: Segment) -> list[int]:
     return [
         source.data_ptr(),
         destination.data_ptr(),
-        0 if a is None else a.data_ptr(),
-        0 if b is None else b.data_ptr(),
-        0 if s.row_scale is None else s.row_scale.data_ptr(),
+        *(0 if t is None else t.data_ptr() for t in (a, b, s.row_scale)),
         m,
         n,
         s.rank,

@@ -30,7 +30,9 @@ from lora_merge.kernels.segments import (
     DESTINATION,
     DTYPES,
     LORA_A,
+    LORA_A_STRIDE,
     LORA_B,
+    LORA_B_STRIDE,
     PARTS_A,
     PARTS_B,
     RANK,
@@ -172,8 +174,8 @@ def test_adapters_are_laid_where_they_can_be_read(
         assert after[DTYPES] >> 16 & 0xFF == after[DTYPES] >> 24 & 0xFF
         assert int(after[RANK]) == (rank if dtype == FP32 else -(-rank // 8) * 8)
         for word, stride, half, old in (
-            (LORA_A, cuda_repack.LORA_A_STRIDE, s.lora_A, before[LORA_A]),
-            (LORA_B, cuda_repack.LORA_B_STRIDE, s.lora_B, before[LORA_B]),
+            (LORA_A, LORA_A_STRIDE, s.lora_A, before[LORA_A]),
+            (LORA_B, LORA_B_STRIDE, s.lora_B, before[LORA_B]),
         ):
             assert half is not None
             strides = tuple(map(int, after[stride : stride + 2]))
@@ -308,7 +310,7 @@ def test_units_of_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
         s = make_segment(f"w{i}", rows, cols, rank, (base, base, adapters, adapters), torch.device("cpu"))
         segments.append(Segment(s.name, s.source, s.source, s.lora_A, s.lora_B))
     tracked = cuda_tracked.CudaTracked(segments, pack(segments), torch.device("cpu"))
-    assert [one.func.__name__ for one in tracked._launches] == ["track_cuda"] * 2 + ["track_hopper"] * 2
+    assert [one.func.name for one in tracked._launches] == ["track_cuda"] * 2 + ["track_hopper"] * 2
     for of in map(arguments, tracked._launches[2:]):
         tiles = [of[name] for name in ("strip_cols", "held", "stages", "max_rank")]
         extra, ahead = cuda_tracked.TrackedHopper.extra_box, cuda_tracked.TrackedHopper.ahead

@@ -205,7 +205,7 @@ def test_plans_of_results_of_8_bits(kib: int, base: torch.dtype, gpu: Callable[[
 
 def jobs(scale: cuda_scaled.CudaScale) -> list[tuple[int, int]]:
     """Sources and destinations of what is converted."""
-    found = [one for one in scale.launches if one.keywords["part"] == SCALE_CONVERT]
+    found = [one for one in scale.launches if one.args[3] == SCALE_CONVERT]
     return [(int(job[0]), int(job[1])) for one in found for job in one.args[0]]
 
 
@@ -225,11 +225,11 @@ def test_one_kernel_more(gpu: Callable[[int], None]) -> None:
     copy = make_segment("copy", 9, 70, 0, (BF16,) * 4, CPU)
     made = cuda_merge.merges(pack([*segments, copy]), CPU, (*cuda_merge.MERGES, OfManyColumns()))
     ours, others = merging(made, operators.launch_hopper), merging(made)
-    assert [one.args[4:7] for one in made] == [(0, 0, 0), (0, 0, 2), (0, 0, 0), (0, 0, 2)], "the largest first"
+    assert [one.args[5:8] for one in made] == [(0, 0, 0), (0, 0, 2), (0, 0, 0), (0, 0, 2)], "the largest first"
     assert [len(one.args[0]) for one in ours] == [3 + 1, 3], "with the copy"
     for one, alone in zip(others, cuda_merge.merges(few, CPU), strict=True):
         assert torch.equal(one.args[0], alone.args[0])
-        assert one.args[3:] == alone.args[3:]
+        assert one.args[4:] == alone.args[4:]
 
 
 def test_what_has_no_room_is_run_elsewhere(gpu: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,13 +183,18 @@ class Recorder:
         return call
 
 
+JOURNAL = ("codes", "records", "arena", "mark", "asked", "chunk", "before")
+"""Arguments of `journal_cuda`."""
+
+
 def test_gpu_functions_get_what_they_are_declared_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every number in its place: they have twenty of them, and no machine without a GPU would notice."""
     recorder = Recorder()
     monkeypatch.setattr(native, "compiled", recorder)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 4242, raising=False)
-    of_table = {"table": table(), "unit_segment": torch.zeros(0, dtype=torch.int32)}
-    memory = {
+    tensors = {
+        "table": table(),
+        "unit_segment": torch.zeros(0, dtype=torch.int32),
         "counter": torch.zeros(2, dtype=torch.int32),
         "maps": torch.zeros(layout.MAP_BYTES, dtype=torch.uint8),
         "jobs": torch.zeros(layout.ROUNDED_WORDS, dtype=torch.int64),
@@ -200,25 +205,38 @@ def test_gpu_functions_get_what_they_are_declared_with(monkeypatch: pytest.Monke
         "asked": torch.zeros(3, dtype=torch.int64),
         "before": torch.zeros(9, dtype=torch.uint8),
     }
+    sizes = {"n_codes": 3, "n_records": 5, "room": 7, "room_before": 9, "n_unit_segment": 0, "on_device": False}
+    last = operators.journal_cuda(-1, *(tensors.get(name, 77) for name in JOURNAL))  # type: ignore[arg-type]
     for name in layout.CUDA_OPERATORS.keys() - {"cuda_problem", "tensor_maps", "thirds_cuda"}:
+        function = getattr(operators, name)
+        launches = isinstance(function, operators.Launcher)
         given: dict[str, Any] = {}
-        for number, field in enumerate(signature(getattr(operators, name)).parameters, start=100):
-            if field != "_":  # what the others take and this one does not
-                given[field] = {**of_table, **memory, "device": -1}.get(field, number)
+        for number, field in enumerate(signature(function).parameters, start=100):
+            if field not in ("_", "numbers"):  # what the others take and this one does not
+                given[field] = {**tensors, "device": -1}.get(field, number)
+        numbers = {}
+        if launches:
+            declared = layout.parameters(name)
+            declared = declared[declared.index("maps") + 1 : declared.index("device")]
+            numbers = dict(zip(declared, range(100, 200), strict=False))
+            if "way" in numbers:
+                numbers |= dict(zip(declared[declared.index("way") + 1 :], last, strict=True))
         with monkeypatch.context() as patched:
             if name == "row_norms_cuda":  # takes its device from `out`
                 patched.setattr(operators, "CPU", -2)
                 patched.setattr(operators, "_words", lambda t, device: (t.data_ptr(), t.shape[0]))
-            getattr(operators, name)(**given)
+            function(*given.values(), *numbers.values())
         got = recorder.called[name]
         assert (got["device"], got["stream"]) == (-1, 4242), name
         assert got.get("segments", got.get("n_jobs")) == 1
+        given |= numbers
+        given |= {field: tensors[field] for field in tensors if field in got and "way" in numbers}
         for field, value in given.items():
             wanted = value.data_ptr() if isinstance(value, torch.Tensor) else value
             if field not in ("device", "unit_segment"):  # there is none beside a table on the CPU
                 assert got[field] == wanted, (name, field)
-        sizes = {"n_codes": 3, "n_records": 5, "room": 7, "room_before": 9, "n_unit_segment": 0, "on_device": False}
         assert all(got[size] == count for size, count in sizes.items() if size in got), name
+        assert "way" not in got or (got["mark"], got["chunk"]) == (77, 77)
 
 
 def test_thirds_get_what_they_are_declared_with(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ def test_parts_of_weights_leave_the_rest_as_it_was() -> None:
     assert target.scales.isnan().tolist() == [True, True, False, True]
 
 
-def scale_here(jobs: Tensor, dtype: int, group: int, part: int, device: int) -> None:
+def scale_here(jobs: Tensor, dtype: int, group: int, part: int, device: int, *_: object) -> None:
     """What the CUDA kernel does with the words that it gets, on memory of the CPU."""
 
     def at(address: int, dtype: torch.dtype, rows: int, cols: int, pitch: int) -> Tensor:

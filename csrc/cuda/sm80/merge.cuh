@@ -241,25 +241,14 @@ cudaError_t launch_adapters(const Launch& launch, cudaStream_t stream) {
   return launch_typed<Source, Destination, Adapter, false>(launch, stream);
 }
 
-// fp16 products are for what is fp16 throughout.
-template <typename Source, typename Destination>
-cudaError_t launch_to(int adapters, const Launch& launch, cudaStream_t stream) {
-  if constexpr (sizeof(Source) == 2 && sizeof(Destination) == 2)
-    if (adapters == kPairs) return launch_adapters<Source, Destination, Pair>(launch, stream);
-  if (adapters == kFloat32) return launch_adapters<Source, Destination, float>(launch, stream);
-  if (adapters == kBFloat16) return launch_adapters<Source, Destination, bf16>(launch, stream);
-  if constexpr (std::is_same_v<Source, __half> && std::is_same_v<Destination, __half>)
-    return launch_adapters<Source, Destination, __half>(launch, stream);
-  return cudaErrorInvalidConfiguration;
-}
-
 template <typename Source>
 int launch_from(int destination_dtype, int adapters, const Launch& launch, cudaStream_t stream) {
-  switch (destination_dtype) {
-    case kBFloat16: return launch_to<Source, bf16>(adapters, launch, stream);
-    case kFloat16: return launch_to<Source, __half>(adapters, launch, stream);
-    default: return launch_to<Source, float>(adapters, launch, stream);
-  }
+  return with_dtype(destination_dtype, [&](auto destination) {
+    using Destination = decltype(destination);
+    return with_adapters<Source, Destination>(adapters, [&](auto adapter) {
+      return launch_adapters<Source, Destination, decltype(adapter)>(launch, stream);
+    });
+  });
 }
 
 template <typename Source>

@@ -2,10 +2,6 @@
 #include "merge.cuh"
 
 namespace lora_merge {
-int launch_from_fp16(int destination_dtype, int adapters, const Launch& launch, void* stream) {
-  return launch_from<__half>(destination_dtype, adapters, launch, static_cast<cudaStream_t>(stream));
-}
-int row_norms_from_fp16(const Launch& launch, double* out, void* stream) {
-  return row_norms_from<__half>(launch, out, static_cast<cudaStream_t>(stream));
-}
+template int launch_from<__half>(int, int, const Launch&, cudaStream_t);
+template int row_norms_from<__half>(const Launch&, double*, cudaStream_t);
 }  // namespace lora_merge

@@ -321,24 +321,14 @@ int launch_packed(const Launch& launch, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-template <typename T, typename Destination>
-int launch_packed_to(int adapters, const Launch& launch, cudaStream_t stream) {
-  if constexpr (sizeof(T) == 2 && sizeof(Destination) == 2)
-    if (adapters == kPairs) return launch_packed<T, Destination, Pair>(launch, stream);
-  if (adapters == kFloat32) return launch_packed<T, Destination, float>(launch, stream);
-  if (adapters == kBFloat16) return launch_packed<T, Destination, bf16>(launch, stream);
-  if constexpr (std::is_same_v<T, __half> && std::is_same_v<Destination, __half>)
-    return launch_packed<T, Destination, __half>(launch, stream);
-  return cudaErrorInvalidConfiguration;
-}
-
 template <typename T>
 int launch_packed_from(int destination_dtype, int adapters, const Launch& launch, cudaStream_t stream) {
-  switch (destination_dtype) {
-    case kBFloat16: return launch_packed_to<T, bf16>(adapters, launch, stream);
-    case kFloat16: return launch_packed_to<T, __half>(adapters, launch, stream);
-    default: return launch_packed_to<T, float>(adapters, launch, stream);
-  }
+  return with_dtype(destination_dtype, [&](auto destination) {
+    using Destination = decltype(destination);
+    return with_adapters<T, Destination>(adapters, [&](auto adapter) {
+      return launch_packed<T, Destination, decltype(adapter)>(launch, stream);
+    });
+  });
 }
 
 }  // namespace lora_merge

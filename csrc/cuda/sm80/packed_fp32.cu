@@ -2,10 +2,6 @@
 #include "packed.cuh"
 
 namespace lora_merge {
-int launch_packed_fp32(int destination_dtype, int adapters, const Launch& launch, void* stream) {
-  return launch_packed_from<float>(destination_dtype, adapters, launch, static_cast<cudaStream_t>(stream));
-}
-int row_norms_packed_fp32(const Launch& launch, double* out, void* stream) {
-  return row_norms_from<Coded<float>>(launch, out, static_cast<cudaStream_t>(stream));
-}
+template int launch_packed_from<float>(int, int, const Launch&, cudaStream_t);
+template int row_norms_from<Coded<float>>(const Launch&, double*, cudaStream_t);
 }  // namespace lora_merge

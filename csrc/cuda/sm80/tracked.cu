@@ -343,27 +343,16 @@ cudaError_t launch_way(int way, const Launch& launch, const TrackedJournal& jour
   }
 }
 
-template <typename T>
-cudaError_t launch_dtype(int adapters, int way, const Launch& launch, const TrackedJournal& journal,
-                         cudaStream_t stream) {
-  if constexpr (sizeof(T) == 2)
-    if (adapters == kPairs) return launch_way<T, Pair>(way, launch, journal, stream);
-  if (adapters == kFloat32) return launch_way<T, float>(way, launch, journal, stream);
-  if (adapters == kBFloat16) return launch_way<T, bf16>(way, launch, journal, stream);
-  if constexpr (std::is_same_v<T, __half>) return launch_way<T, __half>(way, launch, journal, stream);
-  return cudaErrorInvalidConfiguration;
-}
-
 }  // namespace
 
 int launch_tracked(int dtype, int adapters, int way, const Launch& launch, const TrackedJournal& journal,
                    void* stream) {
-  const cudaStream_t on = static_cast<cudaStream_t>(stream);
-  switch (dtype) {
-    case kBFloat16: return launch_dtype<bf16>(adapters, way, launch, journal, on);
-    case kFloat16: return launch_dtype<__half>(adapters, way, launch, journal, on);
-    default: return launch_dtype<float>(adapters, way, launch, journal, on);
-  }
+  return with_dtype(dtype, [&](auto w) {
+    using T = decltype(w);
+    return with_adapters<T, T>(adapters, [&](auto adapter) {
+      return launch_way<T, decltype(adapter)>(way, launch, journal, static_cast<cudaStream_t>(stream));
+    });
+  });
 }
 
 }  // namespace lora_merge

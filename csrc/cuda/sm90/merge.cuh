@@ -298,21 +298,16 @@ int launch_adapters(const Epilogue& epilogue, const HopperLaunch& launch, cudaSt
   }
 }
 
-template <typename T, typename Epilogue>
-int launch_dtype(const Epilogue& epilogue, int adapters, const HopperLaunch& launch, cudaStream_t stream) {
-  if (adapters == kPairs) return launch_adapters<T, Pair>(epilogue, launch, stream);
-  if (adapters == kFloat32) return launch_adapters<T, float>(epilogue, launch, stream);
-  if (adapters == kBFloat16) return launch_adapters<T, bf16>(epilogue, launch, stream);
-  if constexpr (std::is_same_v<T, __half>) return launch_adapters<T, __half>(epilogue, launch, stream);
-  return cudaErrorInvalidConfiguration;
-}
-
 // W is bf16 or fp16; products are of fp16 where W is.
 template <typename Epilogue>
 int launch_in(const Epilogue& epilogue, int dtype, int adapters, const HopperLaunch& launch, void* stream) {
-  const auto to = static_cast<cudaStream_t>(stream);
-  return dtype == kBFloat16 ? launch_dtype<bf16>(epilogue, adapters, launch, to)
-                            : launch_dtype<__half>(epilogue, adapters, launch, to);
+  const auto run = [&](auto w) {
+    using T = decltype(w);
+    return with_adapters<T, T>(adapters, [&](auto adapter) {
+      return launch_adapters<T, decltype(adapter)>(epilogue, launch, static_cast<cudaStream_t>(stream));
+    });
+  };
+  return dtype == kBFloat16 ? run(bf16{}) : run(__half{});
 }
 
 }  // namespace hopper

@@ -146,10 +146,10 @@ _CONSTANTS = [name for name, value in globals().items() if isinstance(value, int
 
 STRUCTS = {
     "Placed": "const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, "
-    "int64_t n_unit_segment",
+    "int64_t n_unit_segment, int32_t* counter, const uint8_t* maps",
     "Units": "int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit",
     "Blocks": "int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank",
-    "Tiles": "const uint8_t* maps, int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank",
+    "Tiles": "int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank",
     "Rounding": "bool stochastic, int64_t seed",
     "Journal": "uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, "
     "int64_t mark, int64_t* asked",
@@ -158,7 +158,7 @@ STRUCTS = {
 }
 """Arguments that go together: a struct in C++, so that each has its name there. Python passes them one by one."""
 _CPU_TABLE = "const Segment* table, int64_t segments"
-_LAUNCH = "Placed placed, int32_t* counter, int64_t dtype, int64_t adapters, Units units"
+_LAUNCH = "Placed placed, int64_t dtype, int64_t adapters, Units units"
 _TRACK = "int64_t way, Journal journal, int64_t chunk, Arena before, Where where"
 OPERATORS = {
     "layout_hash": ("std::string", ""),
@@ -191,8 +191,8 @@ CUDA_OPERATORS = {
     "cuda_problem": ("std::string", ""),
     "launch_cuda": (
         "void",
-        "Placed placed, int32_t* counter, int64_t source_dtype, int64_t destination_dtype, int64_t adapters, "
-        "Units units, Blocks blocks, Rounding rounding, Where where",
+        "Placed placed, int64_t source_dtype, int64_t destination_dtype, int64_t adapters, Units units, Blocks blocks, "
+        "Rounding rounding, Where where",
     ),
     "scale_cuda": (
         "void", "const Rounded* jobs, int64_t n_jobs, int64_t dtype, int64_t group, int64_t part, Where where",

@@ -117,23 +117,24 @@ def retrack_cpu(
 # ---- GPU -------------------------------------------------------------------------------------------------------------
 
 
-def _placed(table: Tensor, unit_segment: Tensor, device: int) -> tuple[int, int, bool, int, int]:
-    """Return the fields of `layout.STRUCTS["Placed"]`: a table on the device with the segment of each unit, or a small
-    one on the CPU."""
-    if table.is_cpu:
-        return *_words(table, CPU), False, 0, 0
-    (units,) = _addresses(device, (unit_segment, "unit_segment", torch.int32, 0))
-    return *_words(table, device), True, units, unit_segment.numel()
+def _placed(
+    table: Tensor, unit_segment: Tensor, device: int, counter: Tensor | None = None, maps: Tensor | None = None
+) -> tuple[int, ...]:
+    """Return the fields of `layout.STRUCTS["Placed"]`.
 
-
-def _counter(counter: Tensor, device: int) -> int:
-    """Return the address of two zeros on the device; 0 where there are none."""
-    return _addresses(device, (counter, "counter", torch.int32, 2))[0] if counter.numel() else 0
-
-
-def _maps(maps: Tensor, table: Tensor) -> int:
-    """Return the address of tensor maps, which lie where the table does."""
-    return _addresses(table.get_device(), (maps, "maps", torch.uint8, table.shape[0] * MAP_BYTES))[0]
+    Args:
+        table: on the device, with `unit_segment`, the segment of each unit; or a small one on the CPU.
+        counter: two zeros on the device; empty: there are none.
+        maps: tensor maps, which lie where the table does; empty: there are none.
+    """
+    there, units, counts, mapped = CPU if table.is_cpu else device, 0, 0, 0
+    if not table.is_cpu:
+        (units,) = _addresses(device, (unit_segment, "unit_segment", torch.int32, 0))
+    if counter is not None and counter.numel():
+        (counts,) = _addresses(device, (counter, "counter", torch.int32, 2))
+    if maps is not None and maps.numel():
+        (mapped,) = _addresses(there, (maps, "maps", torch.uint8, table.shape[0] * MAP_BYTES))
+    return *_words(table, there), not table.is_cpu, units, units and unit_segment.numel(), counts, mapped
 
 
 def _where(device: int) -> tuple[int, int]:
@@ -141,20 +142,44 @@ def _where(device: int) -> tuple[int, int]:
     return device, torch._C._cuda_getCurrentRawStream(device)
 
 
-def launch_cuda(
-    table: Tensor, unit_segment: Tensor, counter: Tensor, device: int, source_dtype: int, destination_dtype: int,
-    adapters: int, n_units: int, n_raw_units: int, rows_per_unit: int, col_warps: int, stages: int, staged_B: bool,
-    pad: int, max_rank: int, stochastic: bool, seed: int,
-) -> None:  # fmt: skip
-    """Launch the kernel for any GPU on the current stream."""
-    native.compiled.launch_cuda(
-        *_placed(table, unit_segment, device), _counter(counter, device), source_dtype, destination_dtype, adapters,
-        n_units, n_raw_units, rows_per_unit, col_warps, stages, staged_B, pad, max_rank, stochastic, seed,
-        *_where(device),
-    )  # fmt: skip
+class Launcher:
+    """A function of the compiled module that launches a kernel on the current stream.
+
+    Attributes:
+        name: in `layout.CUDA_OPERATORS`, which names the numbers that it takes.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(
+        self, table: Tensor, unit_segment: Tensor, counter: Tensor, maps: Tensor, device: int, *numbers: int
+    ) -> None:
+        """Launch it; see `_placed` for the tensors. `numbers`: those between these and the device, in order."""
+        placed = _placed(table, unit_segment, device, counter, maps)
+        getattr(native.compiled, self.name)(*placed, *numbers, *_where(device))
 
 
-def scale_cuda(jobs: Tensor, dtype: int, group: int, part: int, device: int) -> None:
+launch_cuda, track_cuda = Launcher("launch_cuda"), Launcher("track_cuda")
+"""The kernel for any GPU: a merge; and a tracked one, its way back, or both at once."""
+launch_hopper, track_hopper = Launcher("launch_hopper"), Launcher("track_hopper")
+"""The same by the kernel for compute capability 9."""
+launch_hopper_scaled = Launcher("launch_hopper_scaled")
+"""And for results of 8 bits."""
+
+
+def journal_cuda(
+    device: int, codes: Tensor, records: Tensor, arena: Tensor, mark: int, asked: Tensor, chunk: int, before: Tensor
+) -> tuple[int, ...]:
+    """Return the last numbers of `track_cuda` and `track_hopper`; `before` is the arena of what was.
+
+    For both ways at once the table has its segments twice, as they are merged and as they were.
+    """
+    (arena_before,) = _addresses(device, (before, "the arena before", torch.uint8, 0))
+    return *_journal(device, codes, records, arena, mark, asked), chunk, arena_before, before.numel()
+
+
+def scale_cuda(jobs: Tensor, dtype: int, group: int, part: int, device: int, *_: object) -> None:
     """Convert numbers of 16 bits to 8 and scales. `part`: `layout.SCALE_MEASURE` or `SCALE_CONVERT`.
 
     Args:
@@ -162,31 +187,6 @@ def scale_cuda(jobs: Tensor, dtype: int, group: int, part: int, device: int) -> 
     """
     (address,) = _addresses(CPU, (jobs, "jobs", torch.int64, 0))
     native.compiled.scale_cuda(address, jobs.numel() // ROUNDED_WORDS, dtype, group, part, *_where(device))
-
-
-def launch_hopper(
-    table: Tensor, unit_segment: Tensor, counter: Tensor, device: int, dtype: int, adapters: int, n_units: int,
-    n_raw_units: int, rows_per_unit: int, strip_cols: int, held: int, stages: int, max_rank: int, maps: Tensor,
-    stochastic: bool, seed: int,
-) -> None:  # fmt: skip
-    """Launch the kernel for compute capability 9."""
-    native.compiled.launch_hopper(
-        *_placed(table, unit_segment, device), _counter(counter, device), dtype, adapters, n_units, n_raw_units,
-        rows_per_unit, _maps(maps, table), strip_cols, held, stages, max_rank, stochastic, seed, *_where(device),
-    )  # fmt: skip
-
-
-def launch_hopper_scaled(
-    table: Tensor, unit_segment: Tensor, counter: Tensor, device: int, dtype: int, adapters: int, n_units: int,
-    n_raw_units: int, rows_per_unit: int, strip_cols: int, held: int, stages: int, max_rank: int, maps: Tensor,
-    stochastic: bool, seed: int, *, group: int, part: int,
-) -> None:  # fmt: skip
-    """Launch the same for results of 8 bits. `part`: `layout.SCALE_MEASURE` and what follows it."""
-    native.compiled.launch_hopper_scaled(
-        *_placed(table, unit_segment, device), _counter(counter, device), dtype, adapters, n_units, n_raw_units,
-        rows_per_unit, _maps(maps, table), strip_cols, held, stages, max_rank, group, part, stochastic, seed,
-        *_where(device),
-    )  # fmt: skip
 
 
 def tensor_maps(table: Tensor, adapters: int) -> Tensor:
@@ -227,39 +227,3 @@ def row_norms_cuda(
     native.compiled.row_norms_cuda(
         *_placed(table, unit_segment, device), source_dtype, n_units, max_rank, address, *_where(device)
     )
-
-
-def track_cuda(
-    table: Tensor, unit_segment: Tensor, counter: Tensor, device: int, dtype: int, adapters: int, n_units: int,
-    n_raw_units: int, rows_per_unit: int, col_warps: int, stages: int, staged_B: bool, pad: int, max_rank: int,
-    way: int, codes: Tensor, records: Tensor, arena: Tensor, mark: int, asked: Tensor, chunk: int, before: Tensor,
-) -> None:  # fmt: skip
-    """Launch a tracked merge, its way back, or both at once, by the kernel for any GPU.
-
-    Args:
-        way: `layout.TRACK_MERGE` and what follows it. For both at once the table has its segments twice, as they are
-            merged and as they were.
-        before: the arena of what was.
-    """
-    memory = _journal(device, codes, records, arena, mark, asked)
-    (arena_before,) = _addresses(device, (before, "the arena before", torch.uint8, 0))
-    native.compiled.track_cuda(
-        *_placed(table, unit_segment, device), _counter(counter, device), dtype, adapters, n_units, n_raw_units,
-        rows_per_unit, col_warps, stages, staged_B, pad, max_rank, way, *memory, chunk, arena_before, before.numel(),
-        *_where(device),
-    )  # fmt: skip
-
-
-def track_hopper(
-    table: Tensor, unit_segment: Tensor, counter: Tensor, device: int, dtype: int, adapters: int, n_units: int,
-    n_raw_units: int, rows_per_unit: int, strip_cols: int, held: int, stages: int, max_rank: int, maps: Tensor,
-    way: int, codes: Tensor, records: Tensor, arena: Tensor, mark: int, asked: Tensor, chunk: int, before: Tensor,
-) -> None:  # fmt: skip
-    """Launch the same by the kernel for compute capability 9."""
-    memory = _journal(device, codes, records, arena, mark, asked)
-    (arena_before,) = _addresses(device, (before, "the arena before", torch.uint8, 0))
-    native.compiled.track_hopper(
-        *_placed(table, unit_segment, device), _counter(counter, device), dtype, adapters, n_units, n_raw_units,
-        rows_per_unit, _maps(maps, table), strip_cols, held, stages, max_rank, way, *memory, chunk, arena_before,
-        before.numel(), *_where(device),
-    )  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from itertools import compress
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -47,8 +46,6 @@ def unavailable(device: torch.device) -> str | None:
 class _Norms(Portable):
     """Squared norms of rows, of any rank and any result: lora_A is loaded part by part."""
 
-    operator: ClassVar[Callable[..., None]] = staticmethod(operators.row_norms_cuda)
-
     def serves(self, table: np.ndarray, device: torch.device) -> np.ndarray:
         return self.reads(table)
 
@@ -58,8 +55,9 @@ class _Norms(Portable):
     def launch(self, work: Work, shape: BlockShape | None = None) -> partial[None]:
         units = ceil(work.merges[:, ROWS], NORM_ROWS)
         work.merges[:, UNIT_BEGIN] = np.cumsum(units) - units
-        placed = place(work.merges, units, work.device)
-        return partial(self.operator, *placed, *work.kind, int(units.sum()), work.max_rank)
+        table, unit_segment = place(work.merges, units, work.device)
+        (dtype,) = work.kind
+        return partial(operators.row_norms_cuda, table, unit_segment, dtype, int(units.sum()), work.max_rank)
 
 
 _NORMS = tuple(_Norms(kernel.name, kernel.formats, kernel.source) for kernel in PLAIN_LOADS)

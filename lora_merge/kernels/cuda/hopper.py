@@ -7,9 +7,9 @@ maps, which ask for rows of whole 16-byte vectors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -44,6 +44,8 @@ VECTOR = 16
 """Bytes of what tensor maps align, and write at once."""
 RANKS = 8
 """Of a 16-bit adapter: a multiple of so many."""
+HALVES = {LORA_A: (LORA_A_STRIDE, 16), LORA_B: (LORA_B_STRIDE, 24)}
+"""Of each half of an adapter, by the word of its address: that of its strides, and where its dtype is in `DTYPES`."""
 
 
 class Tiles(NamedTuple):
@@ -58,7 +60,7 @@ class Hopper(Kernel[Tiles]):
     """The kernel for compute capability 9."""
 
     name = "kernel for compute capability 9 (tensor maps, wgmma)"
-    operator: ClassVar[Callable[..., None]] = staticmethod(operators.launch_hopper)
+    operator = operators.launch_hopper
     blocks = 1
     extra_box = 0
     """Bytes of shared memory that a launch wants for each box of a tile."""
@@ -70,7 +72,7 @@ class Hopper(Kernel[Tiles]):
     (csrc/cuda/sm90/merge.cuh: `kAhead`). Else blocks that wait for it stay side by side, and share reads."""
 
     def serves(self, table: np.ndarray, device: torch.device) -> np.ndarray:
-        there = np.where(products(table) == PAIRS, table[:, PARTS_A] != 0, reads_lora_A(table) & reads_lora_B(table))
+        there = np.where(products(table) == PAIRS, table[:, PARTS_A] != 0, reads(table, LORA_A) & reads(table, LORA_B))
         return self.could_serve(table, device) & there.astype(bool)
 
     def could_serve(self, table: np.ndarray, device: torch.device) -> np.ndarray:
@@ -110,29 +112,21 @@ class Hopper(Kernel[Tiles]):
         elements = (work.merges[:, ROWS] * work.merges[:, COLS]).astype(float)
         return bool((elements**2).sum() >= elements.sum() * 128 * 256 * 8 * work.processors)
 
-    def extra(self, work: Work, table: np.ndarray, device: torch.device) -> Sequence[Tensor]:
-        return (operators.tensor_maps(torch.from_numpy(table), work.kind[-1]).to(device),)
+    def maps(self, work: Work, table: np.ndarray, device: torch.device) -> Tensor:
+        return operators.tensor_maps(torch.from_numpy(table), work.kind[-1]).to(device)
 
 
-def reads_lora_A(table: np.ndarray) -> np.ndarray:
-    """Return which segments without pairs have a lora_A that this kernel reads where it lies: of the products' dtype,
-    rows of whole vectors."""
-    return _reads(table, 16) & _rows_of_vectors(table, LORA_A, LORA_A_STRIDE, _size(table), table[:, RANK])
+def reads(table: np.ndarray, half: int) -> np.ndarray:
+    """Return which segments without pairs have a half of an adapter that this kernel reads where it lies: of the
+    products' dtype, rows of whole vectors. Ranks of 16 bits come in eights: their map takes them apart.
 
-
-def reads_lora_B(table: np.ndarray) -> np.ndarray:
-    """Return the same for lora_B."""
-    return _reads(table, 24) & _rows_of_vectors(table, LORA_B, LORA_B_STRIDE, _size(table), table[:, ROWS])
-
-
-def _reads(table: np.ndarray, shift: int) -> np.ndarray:
-    """Return which halves have the products' dtype. Ranks of 16 bits come in eights: their map takes them apart."""
-    dtype = products(table)
-    return (table[:, DTYPES] >> shift & 0xFF == dtype) & ((dtype == FP32) | (table[:, RANK] % RANKS == 0))
-
-
-def _size(table: np.ndarray) -> np.ndarray:
-    return np.where(products(table) == FP32, 4, 2)
+    Args:
+        half: LORA_A or LORA_B.
+    """
+    stride, shift, dtype = *HALVES[half], products(table)
+    fits = (table[:, DTYPES] >> shift & 0xFF == dtype) & ((dtype == FP32) | (table[:, RANK] % RANKS == 0))
+    rows = table[:, RANK if half == LORA_A else ROWS]
+    return fits & _rows_of_vectors(table, half, stride, np.where(dtype == FP32, 4, 2), rows)
 
 
 def _turned(table: np.ndarray) -> np.ndarray:

@@ -9,17 +9,17 @@ epilogue of one that is there, is an object more in such a list. (What makes res
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from inspect import signature
-from types import MappingProxyType
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..bindings import layout
 from ..bindings.layout import INLINE_SEGMENTS, RAW_COLS, RAW_COLS_1, RAW_ROWS, WORDS
+from ..bindings.operators import Launcher
 from ..segments import COLS, RANK, ROWS, UNIT_BEGIN, UNITS_ACROSS
 from .table import ceil, index_of, place
 
@@ -74,13 +74,13 @@ class Kernel(ABC, Generic[Shape]):
     Attributes:
         name: for people.
         blocks: of it that share a multiprocessor.
-        options: what its operator takes by name.
+        options: numbers that its operator takes after those of all kernels.
     """
 
     name: str
-    operator: ClassVar[Callable[..., None]]
+    operator: ClassVar[Launcher]
     blocks: int
-    options: Mapping[str, int] = MappingProxyType({})
+    options: tuple[int, ...] = ()
 
     @abstractmethod
     def serves(self, table: np.ndarray, device: torch.device) -> np.ndarray:
@@ -107,9 +107,9 @@ class Kernel(ABC, Generic[Shape]):
     def units(self, work: Work, shape: Shape) -> Units:
         """Return how the work is cut into units."""
 
-    def extra(self, work: Work, table: np.ndarray, device: torch.device) -> Sequence[Tensor]:
-        """Return what its operator takes after the arguments of all kernels, for a cut table."""
-        return ()
+    def maps(self, work: Work, table: np.ndarray, device: torch.device) -> Tensor:
+        """Return the tensor maps of a cut table, on the device; empty where the kernel needs none."""
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def launch(self, work: Work, shape: Shape | None = None) -> Launch:
         """Cut the work, and put the table where the launch finds it. `shape`: default the best one."""
@@ -129,9 +129,9 @@ class Kernel(ABC, Generic[Shape]):
         counter = torch.zeros(2 if counted else 0, dtype=torch.int32, device=work.device if counted else "cpu")
         placed, unit_segment = place(table, units, work.device)
         return partial(
-            self.operator, placed, unit_segment, counter, index_of(work.device), *work.kind, int(merge_units.sum()),
-            int(copy_units.sum()), rows_per_unit, *shape, work.max_rank, *self.extra(work, table, placed.device),
-            **self.options,
+            self.operator, placed, unit_segment, counter, self.maps(work, table, placed.device), index_of(work.device),
+            *work.kind, int(merge_units.sum()), int(copy_units.sum()), rows_per_unit, *shape, work.max_rank,
+            *self.options,
         )  # fmt: skip
 
 
@@ -160,8 +160,9 @@ def assign(table: np.ndarray, kernels: Sequence[SomeKernel], device: torch.devic
 
 
 def arguments(launch: Launch) -> dict[str, Any]:
-    """Return the arguments that a launch holds, by name."""
-    return dict(zip(signature(launch.func).parameters, launch.args, strict=False))
+    """Return the numbers that a launch of a kernel holds, by the names that C++ has for them."""
+    names = layout.parameters(launch.func.name)  # type: ignore[attr-defined]
+    return dict(zip(names[names.index("maps") + 1 :], launch.args[5:], strict=False))
 
 
 def tensors(launches: Sequence[Launch]) -> list[Tensor]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ class Portable(Kernel[BlockShape]):
     name: str = "portable kernel (cp.async, mma)"
     formats: tuple[int, ...] = (FORMATS["Plain"],)
     source: int = 0
-    operator: ClassVar[Callable[..., None]] = staticmethod(operators.launch_cuda)
+    operator = operators.launch_cuda
     blocks = 2
 
     def serves(self, table: np.ndarray, device: torch.device) -> np.ndarray:

@@ -27,9 +27,7 @@ from ..segments import (
     FP32,
     KEY,
     LORA_A,
-    LORA_A_STRIDE,
     LORA_B,
-    LORA_B_STRIDE,
     PARTS_A,
     PARTS_B,
     RANK,
@@ -38,8 +36,7 @@ from ..segments import (
     SOURCE,
     SOURCE_STRIDE,
 )
-from . import hopper
-from .hopper import RANKS, VECTOR
+from .hopper import HALVES, RANKS, VECTOR, reads
 from .kernel import Kernel
 from .table import ceil, products
 
@@ -150,7 +147,8 @@ def repack(table: np.ndarray, device: torch.device, kernels: Sequence[Kernel[Any
     pairs = dtype == PAIRS
     moved = np.any([kernel.could_serve(table, device) for kernel in kernels], axis=0) & _small(table) & ~pairs
     halves: list[tuple[int, int, _Half | _Pairs]] = []
-    for word, stays in ((LORA_A, hopper.reads_lora_A(table)), (LORA_B, hopper.reads_lora_B(table))):
+    for word in HALVES:
+        stays = reads(table, word)
         halves += [(int(i), word, _half(table[i], word, int(dtype[i]))) for i in np.flatnonzero(moved & ~stays)]
         halves += [(int(i), word, _pairs(table[i], word)) for i in np.flatnonzero(pairs)]
     places: dict[_Half | _Pairs, int] = {}  # pieces of one weight share a half
@@ -166,7 +164,7 @@ def repack(table: np.ndarray, device: torch.device, kernels: Sequence[Kernel[Any
         if isinstance(half, _Pairs):
             made[i, PARTS_A if word == LORA_A else PARTS_B] = to
             continue
-        stride, shift = (LORA_A_STRIDE, 16) if word == LORA_A else (LORA_B_STRIDE, 24)
+        stride, shift = HALVES[word]
         made[i, word] = to
         made[i, stride : stride + 2] = half.pitch, 1
         made[i, DTYPES] += (half.dtype - half.source_dtype) << shift
@@ -179,24 +177,24 @@ def repack(table: np.ndarray, device: torch.device, kernels: Sequence[Kernel[Any
 
 def _pairs(words: np.ndarray, word: int) -> _Pairs:
     """Return lora_A or lora_B of a segment."""
-    dtype, rank = int(words[DTYPES]), int(words[RANK])
-    if word == LORA_A:
-        of_rank, of_vector = map(int, words[LORA_A_STRIDE : LORA_A_STRIDE + 2])
-        return _Pairs(word, int(words[word]), dtype >> 16 & 0xFF, rank, int(words[COLS]), (of_vector, of_rank))
-    of_vector, of_rank = map(int, words[LORA_B_STRIDE : LORA_B_STRIDE + 2])
-    return _Pairs(word, int(words[word]), dtype >> 24 & 0xFF, rank, int(words[ROWS]), (of_vector, of_rank))
+    dtype, length, (of_rank, of_vector) = _matrix(words, word)
+    return _Pairs(word, int(words[word]), dtype, int(words[RANK]), length, (of_vector, of_rank))
 
 
 def _half(words: np.ndarray, word: int, dtype: int) -> _Half:
     """Return lora_A or lora_B of a segment, as it is and as it will be in this dtype."""
-    rank, size = int(words[RANK]), FLOATS[dtype].itemsize
-    if word == LORA_A:
-        row, col = map(int, words[LORA_A_STRIDE : LORA_A_STRIDE + 2])
-        length, shift, to = int(words[COLS]), 16, (_up(int(words[COLS]), VECTOR // size), 1)
-    else:
-        col, row = map(int, words[LORA_B_STRIDE : LORA_B_STRIDE + 2])
-        length, shift, to = int(words[ROWS]), 24, (1, _up(rank, VECTOR // size))
-    return _Half(int(words[word]), rank, length, int(words[DTYPES]) >> shift & 0xFF, (row, col), dtype, to)
+    source_dtype, length, strides = _matrix(words, word)
+    rank, vector = int(words[RANK]), VECTOR // FLOATS[dtype].itemsize
+    to = (_up(length, vector), 1) if word == LORA_A else (1, _up(rank, vector))
+    return _Half(int(words[word]), rank, length, source_dtype, strides, dtype, to)
+
+
+def _matrix(words: np.ndarray, word: int) -> tuple[int, int, tuple[int, int]]:
+    """Return of lora_A or lora_B the dtype, the columns or rows, and the strides from rank to rank and along these."""
+    stride, shift = HALVES[word]
+    first, second = map(int, words[stride : stride + 2])
+    dtype = int(words[DTYPES]) >> shift & 0xFF
+    return (dtype, int(words[COLS]), (first, second)) if word == LORA_A else (dtype, int(words[ROWS]), (second, first))
 
 
 def _small(table: np.ndarray) -> np.ndarray:

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import compress
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -41,13 +40,13 @@ class HopperScaled(Hopper):
     """
 
     name = "kernel for compute capability 9 (results of 8 bits)"
-    operator: ClassVar[Callable[..., None]] = staticmethod(operators.launch_hopper_scaled)
+    operator = operators.launch_hopper_scaled
     result_bytes = 1
     narrowest = 2 * SCALED_BLOCK
     ahead = True
 
     def __init__(self, group: int = 0, part: int = SCALE_MEASURE) -> None:
-        self.options = {"group": group, "part": part}
+        self.options = (group, part)
 
     def could_serve(self, table: np.ndarray, device: torch.device) -> np.ndarray:
         return super().could_serve(table, device) & (table[:, COLS] % 16 == 0)
@@ -57,7 +56,22 @@ class HopperScaled(Hopper):
         return Units(shape.strip_cols, 8 * SCALED_BLOCK, SCALED_BLOCK)
 
 
-class MergedAtOnce(Scales):
+class _Launches(Scales):
+    """Launches in order, which find their largest magnitudes at zero."""
+
+    launches: Sequence[partial[None]]
+    _largest: Tensor
+    _streams: Streams
+
+    def __call__(self, stochastic: bool, seed: int) -> None:
+        self._streams.join()
+        if self._largest.numel():
+            self._largest.zero_()
+        for launch in self.launches:
+            launch(stochastic, seed)
+
+
+class MergedAtOnce(_Launches):
     """See `Launch`: a pass over weights that are scaled by blocks; over others two, as their scales are those of more
     than a block of threads has.
 
@@ -80,13 +94,6 @@ class MergedAtOnce(Scales):
                         found += merges(table[begin : begin + most], device, [kernel])
         self.launches = found
         self._streams = Streams(device, [self._largest, made.memory, *tensors(found)])
-
-    def __call__(self, stochastic: bool, seed: int) -> None:
-        self._streams.join()
-        if self._largest.numel():
-            self._largest.zero_()
-        for launch in self.launches:
-            launch(stochastic, seed)
 
 
 def separate(placed: Sequence[Placed], device: torch.device) -> tuple[list[Placed], list[Placed]]:
@@ -112,10 +119,7 @@ def _fits(p: Placed) -> bool:
     s = p.segment
     if s.rank == 0 or s.peer or s.source.dtype != p.scaled.dtype or s.source.shape[1] == 1:
         return False
-    if not _is_block(p.scaled.code):
-        return True
-    ends = zip((p.rows, p.cols), p.scaled.weight.shape, strict=True)
-    return all(r.start % SCALED_BLOCK == 0 and (r.stop % SCALED_BLOCK == 0 or r.stop == end) for r, end in ends)
+    return p.whole or not _is_block(p.scaled.code)
 
 
 def _table(placed: Sequence[Placed]) -> np.ndarray:
@@ -140,7 +144,7 @@ def _laid_out(placed: Sequence[Placed], device: torch.device) -> tuple[Tensor, R
     return largest, repack(table, device, [HopperScaled()])
 
 
-class CudaScale(Scales):
+class CudaScale(_Launches):
     """See `Launch`: a pass over blocks and rows, two over tensors. The jobs travel as arguments.
 
     Args:
@@ -157,21 +161,13 @@ class CudaScale(Scales):
             kind = FLOATS.index(job.source.dtype), job.scaled.code
             found.setdefault(kind, []).append(_words(job, at))
             at += 4 * (job.scaled.group == "tensor")
-        self.launches: list[partial[None]] = []
+        self.launches = []
         for (dtype, group), rows in found.items():
+            parts = (SCALE_MEASURE, SCALE_CONVERT) if group == GROUPS["Tensor"] else (SCALE_CONVERT,)
             for begin in range(0, len(rows), INLINE_ROUNDED):
                 table = torch.tensor(rows[begin : begin + INLINE_ROUNDED], dtype=torch.int64, device="cpu")
-                launch = partial(operators.scale_cuda, table, dtype, group, device=index_of(device))
-                if group == GROUPS["Tensor"]:
-                    self.launches.append(partial(launch, part=SCALE_MEASURE))
-                self.launches.append(partial(launch, part=SCALE_CONVERT))
-
-    def __call__(self, stochastic: bool, seed: int) -> None:
-        self._streams.join()
-        if self._largest.numel():
-            self._largest.zero_()
-        for launch in self.launches:
-            launch()
+                for part in parts:
+                    self.launches.append(partial(operators.scale_cuda, table, dtype, group, part, index_of(device)))
 
 
 def _magnitudes(count: int, device: torch.device) -> Tensor:

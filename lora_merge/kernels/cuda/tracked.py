@@ -33,7 +33,7 @@ from .kernel import Launch, Units, Work, arguments, assign, tensors
 from .merge import Portable
 from .merge import before as launches_before
 from .repack import repack
-from .table import BlockShape, ceil, planes
+from .table import BlockShape, ceil, index_of, planes
 
 ARENA_CHUNK = 1024
 """Bytes of the arena that a warp takes at a time: an answer from memory for some forty units."""
@@ -42,7 +42,7 @@ ARENA_CHUNK = 1024
 class TrackedPortable(Portable):
     """The kernel for any GPU, tracked."""
 
-    operator = staticmethod(operators.track_cuda)
+    operator = operators.track_cuda
     warps = WARPS
     """Of a block, that take room in the arena."""
 
@@ -61,7 +61,7 @@ class TrackedPortable(Portable):
 class TrackedHopper(Hopper):
     """The kernel for compute capability 9, tracked."""
 
-    operator = staticmethod(operators.track_hopper)
+    operator = operators.track_hopper
     warps = 12
     """That multiply at most."""
     extra_box = TILE_ROWS * BOX_COLS // UNIT_ELEMENTS * (RECORD_BYTES + CODE_BYTES)
@@ -149,8 +149,10 @@ class CudaTracked(Kernels):
 
     def _run(self, launches: Sequence[Launch], way: int, j: Journal, before: Tensor) -> None:
         self._streams.join()
+        index = index_of(self.device)
+        memory = operators.journal_cuda(index, j.codes, j.records, j.arena, j.mark, j.counter, j.chunk, before)
         for launch in launches:
-            launch(way, j.codes, j.records, j.arena, j.mark, j.counter, j.chunk, before)
+            launch(way, *memory)
 
     def _launches_after(self, before: CudaTracked) -> list[Launch] | None:
         """Return launches that take the place of what `before` merged, made once for it; None where weights, ranks,

@@ -105,10 +105,13 @@ class Placed(NamedTuple):
         plain = s.rank == 0 and s.row_scale is None and s.source.dtype == self.scaled.dtype
         if not plain or isinstance(s.source, Packed) or (s.source.shape[1] > 1 and s.source.stride(1) != 1):
             return None
-        whole = zip((self.rows, self.cols), self.scaled.sizes, self.scaled.weight.shape, strict=True)
-        if any(r.start % size or (r.stop % size and r.stop != end) for r, size, end in whole):
-            return None
-        return Rounded(s.source, self.scaled, self.row, self.col)
+        return Rounded(s.source, self.scaled, self.row, self.col) if self.whole else None
+
+    @property
+    def whole(self) -> bool:
+        """Whether it makes whole groups by itself."""
+        ends = zip((self.rows, self.cols), self.scaled.sizes, self.scaled.weight.shape, strict=True)
+        return not any(r.start % size or (r.stop % size and r.stop != end) for r, size, end in ends)
 
 
 class Rounded(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 
 import numpy as np
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..scaled.two_step import ByOperations, TwoStepScaled
-from ..scaled.weights import Placed
 from ..segments import ROWS, UNITS_ACROSS, Segment, pack
 from ..streams import Streams
 from ..tracked.one_pass import OnePassTracked
@@ -74,9 +73,8 @@ def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
     return _Launch(pack(segments), device)
 
 
-def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> TwoStepScaled:
-    """Merge by launches of `prepare`, then scale by tensor operations."""
-    return TwoStepScaled(prepare, ByOperations, placed, device)
+prepare_scaled = partial(TwoStepScaled, prepare, ByOperations)
+"""Merges by launches of `prepare`, then scales by tensor operations."""
 
 
 def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> OnePassTracked:

@@ -164,11 +164,6 @@ def tracked_variant(table: np.ndarray, constants: dict[str, Any], device: torch.
     return _tiled(table, constants, TRACKED_WIDE if _wide(constants) else TRACKED, device)
 
 
-def tracked_code_bytes() -> int:
-    """Return the bytes of a tile's codes: two bits an element."""
-    return TRACKED.rows * TRACKED.cols // 4
-
-
 def _wide(constants: dict[str, Any]) -> bool:
     a, b = constants["LORA_A_T"], constants["LORA_B_T"]
     return bool(constants["RANK_BLOCKS"] and (a != b or a.primitive_bitwidth == 32))

@@ -12,7 +12,7 @@ import torch
 from ..segments import DTYPES, FLOATS, KEY, UNIT_BEGIN, Segment, name_key, pack
 from ..tracked.composed import keeping_denormals
 from ..tracked.one_pass import Journal, Kernels
-from .table import Variant, groups, streams_of, tracked_code_bytes, tracked_variant
+from .table import TRACKED, Variant, groups, streams_of, tracked_variant
 
 ARENA_CHUNK = 16384
 """Bytes of the arena that a program takes at a time: an answer from memory for some 160 tiles with updates a tenth of
@@ -48,7 +48,7 @@ class TritonTracked(Kernels):
             self._names += [name_of[key] for key in table[:, KEY].tolist()]
             self.units += len(self._groups[-1].variant.unit_segment)
             programs += self._groups[-1].variant.grid[0]
-        self.code_bytes = self.units * tracked_code_bytes()
+        self.code_bytes = self.units * TRACKED.rows * TRACKED.cols // 4  # two bits an element
         self._share(ARENA_CHUNK, programs)
         self._streams = streams_of([group.variant for group in self._groups], device)
 
