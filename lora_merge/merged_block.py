@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -406,13 +406,7 @@ class _Restore:
         if there and sizes == self._sizes and all(merge.moved(moves) for merge in self.merges):
             self._found = now
             return
-        gone = [
-            range(begin, begin + prod(shape) * dtype.itemsize)
-            for (begin, _), (shape, _, dtype), place, there in zip(
-                self._weights, self._layouts, self._places, now, strict=True
-            )
-            if place != there
-        ]
+        gone = self._spans(map(ne, self._places, now))
         _merges.pop(self._model.key, None)  # they are merged for good
         self._left = True
         names = self._names(lambda place: any(place in addresses for addresses in gone))
@@ -426,11 +420,7 @@ class _Restore:
         not known here."""
         if lost:
             ids = set(map(id, lost))
-            spans = [
-                range(begin, begin + prod(shape) * dtype.itemsize)
-                for ((begin, _), w), (shape, _, dtype) in zip(self._weights.items(), self._layouts, strict=True)
-                if id(w) in ids
-            ]
+            spans = self._spans(id(weight) in ids for weight in self._weights.values())
             told = {name for name in lost if isinstance(name, str)}
             names = self._names(lambda place: any(place in span for span in spans)) or ", ".join(sorted(told))
             raise NotRestored(
@@ -438,6 +428,11 @@ class _Restore:
                 "was there then, merged or not; the base came back to those that were there before. Load these weights "
                 f"again, and replace {those} outside of the block"
             )
+
+    def _spans(self, which: Iterable[bool]) -> list[range]:
+        """Return the addresses of some of the weights, as they were."""
+        places = compress(zip(self._weights, self._layouts, strict=True), which)
+        return [range(begin, begin + prod(shape) * dtype.itemsize) for (begin, _), (shape, _, dtype) in places]
 
     def _names(self, there: Callable[[int], bool]) -> str:
         """Return the names of what is merged at some addresses."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_, itemgetter, methodcaller
 from types import NoneType
@@ -209,8 +210,8 @@ def _all_wrapped(
 
 def wrapped(module: nn.Module) -> nn.Module | None:
     """Return the module inside a wrapper; None if `module` is no wrapper."""
-    cls = type(module)
-    child = _kinds[cls] if cls in _kinds else _kind(cls)
+    cls: type = type(module)
+    child = _kind(cls)
     if child is None:
         return None
     if child == "modules_to_save":
@@ -256,7 +257,7 @@ def _active_copy(wrapper: Any) -> nn.Module:
 def register_wrapper(path: str, child: str) -> None:
     """Let `walk` look through classes of this dotted path (and their descendants) into their child `child`."""
     _WRAPPERS[path] = child
-    _kinds.clear()
+    _kind.cache_clear()
 
 
 def named_tensors(
@@ -317,12 +318,10 @@ _PARALLEL = "torch.distributed."
 """Where the classes are that such a class has in front of the one that it was made of."""
 
 
+@cache
 def _kind(cls: type) -> str | None:
     """Return the child that a wrapper of this class wraps; None for other classes."""
-    if cls not in _kinds:
-        _kinds[cls] = next((_WRAPPERS[path] for path in lineage(cls) if path in _WRAPPERS), None)
-    return _kinds[cls]
+    return next((_WRAPPERS[path] for path in lineage(cls) if path in _WRAPPERS), None)
 
 
 _lineages: dict[type, tuple[str, ...]] = {}
-_kinds: dict[type, str | None] = {}

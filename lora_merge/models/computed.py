@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ..errors import InvalidInput
-from ..names import NamedTensor, lineage, walk
-from .conversion import _PRETRAINED
+from ..names import NamedTensor, lineage
+from .conversion import pretrained
 
 _HOOKS = {
     "torch.nn.utils.prune.BasePruningMethod": ("_tensor_name", "torch.nn.utils.prune.remove(module, {0!r})"),
@@ -63,12 +63,10 @@ def _computed(t: NamedTensor) -> tuple[str, str] | None:
 
 def _built(model: nn.Module) -> set[str] | None:
     """Return names of what a model's class builds; None where no class of transformers says so, or none can be made."""
-    for name, module in walk(model):
-        if _PRETRAINED in lineage(type(module)):
-            try:
-                with torch.device("meta"):
-                    anew = type(module)(copy.deepcopy(module.config))
-            except Exception:
-                return None
-            return {f"{name}.{key}".lstrip(".") for key in anew.state_dict()}
-    return None
+    name, module = pretrained(model)
+    try:
+        with torch.device("meta"):
+            anew = type(module)(copy.deepcopy(module.config))
+    except Exception:
+        return None
+    return {f"{name}.{key}".lstrip(".") for key in anew.state_dict()}

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..names import lineage, named_tensors, walk
 
-_PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
+PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
 TRAIN_AS_ONE = (
     "train an adapter on both with ensure_weight_tying=True. (Its factors are one as long as they share memory: that "
     "takes a PEFT that shares it, as 0.21 does, autocast_adapter_dtype=False where the base has 16 bits, and adapters "
@@ -207,16 +207,21 @@ class _ViewsOnly(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def pretrained(model: nn.Module) -> tuple[str, Any]:
+    """Return the name of the model of transformers that `model` is, wraps or contains, and it; None where there is
+    none."""
+    return next((found for found in walk(model) if PRETRAINED in lineage(type(found[1]))), ("", None))
+
+
 def read_conversion(model: nn.Module) -> Conversion:
     """Return the conversion of the transformers model that `model` is, wraps or contains."""
-    for name, module in walk(model):
-        if _PRETRAINED in lineage(type(module)):
-            try:
-                from transformers.core_model_loading import revert_weight_conversion  # noqa: F401
-            except ImportError:  # transformers 4 converts nothing
-                break
-            return Conversion(module, f"{name}." if name else "")
-    return Conversion(None, "")
+    name, module = pretrained(model)
+    if module is not None:
+        try:
+            from transformers.core_model_loading import revert_weight_conversion  # noqa: F401
+        except ImportError:  # transformers 4 converts nothing
+            return Conversion(None, "")
+    return Conversion(module, f"{name}." if name else "")
 
 
 def loading_names(model: Any) -> Callable[[str], str]:

@@ -158,7 +158,7 @@ class Delta:
         factors = []
         for f in self.factors:
             out, into = (f.lora_A, f.lora_B) if self.transposed else (f.lora_B, f.lora_A)
-            factors.append((_side(out, self.transposed), _side(into, self.transposed), f.scaling))
+            factors.append((out.key(turned=self.transposed), into.key(turned=self.transposed), f.scaling))
         return self.weight.key(), *factors, self._replaced()
 
     def _replaced(self) -> tuple[Any, ...]:
@@ -178,19 +178,6 @@ class Delta:
             )
             adapters = ", ".join([*([adapters] if adapters else []), *shapes])
         return f"{self.name} {self.weight.dtype} {list(self.weight.shape)}{kind} + {adapters}"
-
-
-def _side(shard: Shard, turned: bool) -> tuple[Any, ...]:
-    """Return `Shard.key`, of the transposed tensor where it is turned."""
-
-    def way(numbers: Sequence[int]) -> tuple[int, ...]:
-        return tuple(reversed(numbers)) if turned else tuple(numbers)
-
-    places = [
-        (way(p.start), way(p.tensor.shape), p.tensor.data_ptr(), p.tensor.device, way(p.tensor.stride()))
-        for p in shard.pieces
-    ]
-    return way(shard.shape), shard.dtype, *places
 
 
 class LazyList(Sequence[_T]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from itertools import compress, count, repeat
 from operator import is_
 from typing import Any
@@ -28,7 +29,6 @@ _SAVERS = (
 (PEFT activates what it has put on at the end, which is refused then: half of it was there)."""
 _NONE = object()
 """Stands for an attribute that a module has not itself."""
-_found: dict[type, dict[str, Any]] = {}
 
 
 def refuse(*args: object, **kwargs: object) -> None:
@@ -53,6 +53,12 @@ def refuse_copy(*args: object, **kwargs: object) -> None:
     )
 
 
+@cache
+def _refusing(kind: type) -> dict[str, Any]:
+    """Return the replacements of the methods by which modules of a class save themselves."""
+    return {name: refuse for name in _SAVERS if callable(getattr(kind, name, None))}
+
+
 def guarded(modules: Sequence[nn.Module]) -> list[tuple[Sequence[nn.Module], dict[str, Any]]]:
     """Return the modules that save themselves, class by class, with the replacements of their methods."""
     return [([modules[at] for at in numbers], new) for numbers, new in savers(modules)]
@@ -61,10 +67,8 @@ def guarded(modules: Sequence[nn.Module]) -> list[tuple[Sequence[nn.Module], dic
 def savers(modules: Sequence[nn.Module]) -> list[tuple[list[int], dict[str, Any]]]:
     """Return the numbers of the modules that save themselves."""
     kinds: list[type] = list(map(type, modules))
-    for kind in set(kinds) - _found.keys():
-        _found[kind] = {name: refuse for name in _SAVERS if callable(getattr(kind, name, None))}
-    saving = [kind for kind in dict.fromkeys(kinds) if _found[kind]]
-    return [(list(compress(count(), map(is_, kinds, repeat(kind)))), _found[kind]) for kind in saving]
+    saving = filter(_refusing, dict.fromkeys(kinds))
+    return [(list(compress(count(), map(is_, kinds, repeat(kind)))), _refusing(kind)) for kind in saving]
 
 
 class Replaced:

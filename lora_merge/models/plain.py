@@ -18,13 +18,6 @@ _PACKED_CLASSES = {
     "bitsandbytes.nn.modules.Params4bit": "4-bit, bitsandbytes",
     "bitsandbytes.nn.modules.Int8Params": "8-bit, bitsandbytes",
 }
-_PACKED_MODULES = {
-    "bitsandbytes.nn.modules.Linear4bit": "4-bit, bitsandbytes",
-    "bitsandbytes.nn.modules.Linear8bitLt": "8-bit, bitsandbytes",
-    "bitsandbytes.nn.modules.Embedding4bit": "4-bit, bitsandbytes",
-    "bitsandbytes.nn.modules.Embedding8bit": "8-bit, bitsandbytes",
-}
-"""What they keep may be of any dtype (`bnb_4bit_quant_storage`), and a plain tensor once it is sharded."""
 _PARAMETRISED = "bitsandbytes.nn.parametrize.Bnb4bitParametrization"
 """What lies beside the codes of a parameter that is decoded whenever it is read."""
 _PACKED_NAMES = {"qweight", "qzeros", "weight_packed"}
@@ -131,10 +124,6 @@ def _quantised(t: NamedTensor) -> str | None:
             return known
         if cls.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not is_dtensor_kind(cls):
             return f"a {lineage(cls)[0]}"
-    if t.attribute == "weight":
-        found = next((_PACKED_MODULES[p] for p in lineage(type(t.owner)) if p in _PACKED_MODULES), None)
-        if found is not None:
-            return found
     if any(_PARAMETRISED in lineage(type(part)) for part in t.owner._modules.values()):
         return "4-bit, bitsandbytes"
     if local.is_quantized:

@@ -12,7 +12,7 @@ garbage collector has to follow.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, compress
 from operator import attrgetter, is_, itemgetter, methodcaller
 from types import NoneType
@@ -30,7 +30,7 @@ from .peft.facts import AdapterFacts, adapter_facts
 from .watch import Look, Watch
 
 _T = TypeVar("_T")
-_SHAPE, _DTYPE, _DEVICE = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
+_LOOKED_AT = (Tensor.data_ptr, attrgetter("shape"), Tensor.stride, attrgetter("dtype"), attrgetter("device"))
 _VALUES = methodcaller("values")
 
 
@@ -245,7 +245,7 @@ def take(model: nn.Module, layout: Layout | None, *, adapters: bool = True) -> S
     noted = known.get(which)
     # Made beside the second of two equal readings: not for a model that is read once, or changes each time.
     watch = Watch(model) if noted is not None and not (noted.tried and noted.watch is None) else None
-    taking = Taking(model, "adapters" if adapters else "base", layout, watch)
+    taking = Taking(layout, watch)
     through = wrappers()
     for seen in trail(model):
         taking.add(seen, adapter_facts(seen) if adapters else None)
@@ -319,17 +319,12 @@ class Taking:
     """A snapshot on the way.
 
     Args:
-        model, of: the model, and what the snapshot is of.
         layout: None where tensors are here as they are.
         watch: that is to note what is looked at; None too once something was that it cannot keep.
     """
 
-    def __init__(self, model: nn.Module, of: str, layout: Layout | None = None, watch: Watch | None = None) -> None:
+    def __init__(self, layout: Layout | None = None, watch: Watch | None = None) -> None:
         self._layout, self.watch = layout, watch
-        key = f"{of}, inference" if torch.is_inference_mode_enabled() else of  # the guards tell these apart
-        key = key if layout is None else f"{key}, what is here"  # of shards, other tensors than the parameters
-        self._compared = _compared.setdefault(model, {}).setdefault(key, {})
-        self._steps = 0
         self._scales: list[Tensor] = []
         self.taken = Snapshot([], [], [], [], set())
 
@@ -415,69 +410,9 @@ class Taking:
                     tensors.append(buffer)
 
     def _here(self, tensors: Sequence[Tensor]) -> None:
-        """Note shapes, strides, dtypes and devices: the very list of the last time where they are what they were
-        then."""
+        """Note addresses, shapes, strides, dtypes and devices."""
         self.taken.tensors.extend(tensors)
-        self.taken.facts.extend(map(Tensor.data_ptr, tensors))
+        for of in _LOOKED_AT:
+            self.taken.facts.extend(map(of, tensors))
         if self.watch is not None:
             self.watch.tensors(tensors)
-        step, self._steps = self._steps, self._steps + 1
-        known = self._compared.get(step)
-        if known is None or not known.holds(tensors):
-            known = self._compared[step] = _Compared(tensors)
-        self.taken.facts.append(known.facts)
-
-
-class _Compared:
-    """Shapes, strides, dtypes and devices of tensors, and what tells in one call of torch's whether some have the same.
-
-    It is what torch.compile guards its graphs with. It looks at more (whether gradients are asked for): then it says
-    no, and they are looked at one by one. It keeps none of the tensors.
-
-    Args:
-        tensors: plain ones; others are never said to have the same.
-    """
-
-    TOGETHER = 64
-    """Tensors a call, each of which may come in it once only; it keeps a table of them."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        columns = (map(of, tensors) for of in (_SHAPE, Tensor.stride, _DTYPE, _DEVICE))
-        self.facts: list[Any] = list(chain.from_iterable(columns))
-        self._guards: list[Callable[..., bool]] = []
-        self._twins: dict[int, int] = {}
-        self._count = len(tensors)
-        make = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-        if make is None or not {Tensor, nn.Parameter} >= set(map(type, tensors)):
-            self._count = -1
-            return
-        first: dict[int, int] = {}
-        for at, tensor in enumerate(tensors):
-            first.setdefault(id(tensor), at)
-        # Tied ones come once in a call, and have to be one tensor still.
-        self._twins = {at: first[id(t)] for at, t in enumerate(tensors) if first[id(t)] != at}
-        tensors = self._once(tensors)
-        for begin in range(0, len(tensors), self.TOGETHER):
-            group = tensors[begin : begin + self.TOGETHER]
-            sizes, strides = ([list(of(tensor)) for tensor in group] for of in (_SHAPE, Tensor.stride))
-            guard = make.TensorGuards(*group, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-            self._guards.append(guard.check)
-
-    def _once(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [t for at, t in enumerate(tensors) if at not in self._twins] if self._twins else tensors
-
-    def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Return True if these have what those had."""
-        if len(tensors) != self._count:
-            return False
-        for at, first in self._twins.items():
-            if tensors[at] is not tensors[first]:
-                return False
-        tensors = self._once(tensors)
-        for number, check in enumerate(self._guards):
-            if not check(*tensors[number * self.TOGETHER : (number + 1) * self.TOGETHER]):
-                return False
-        return True
-
-
-_compared: WeakKeyDictionary[nn.Module, dict[str, dict[int, _Compared]]] = WeakKeyDictionary()

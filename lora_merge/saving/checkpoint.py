@@ -226,22 +226,18 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             that are not there; says which.
     """
     config = json_of(folder / CONFIG, "as every model of transformers has")
-    if (folder / SINGLE).is_file():
-        found = _files(folder, [SINGLE], None)
-    elif (folder / INDEX).is_file():
-        index = json_of(folder / INDEX)
-        found = _files(folder, _named(folder / INDEX, index), index)
-    elif (folder / _PICKLED).is_file():
-        found = _pickles(folder, [_PICKLED], None)
-    elif (folder / _PICKLED_INDEX).is_file():
-        index = json_of(folder / _PICKLED_INDEX)
-        found = _pickles(folder, _named(folder / _PICKLED_INDEX, index), index)
-    else:
-        raise InvalidInput(
-            f"{folder} holds no weights: expected {SINGLE}, {INDEX} with its shards, or {_PICKLED} there"
-            f"{_told_adapter(folder)}"
-        )
-    return Checkpoint(folder=folder, config=config, **found)
+    for single, named, pickles in ((SINGLE, INDEX, False), (_PICKLED, _PICKLED_INDEX, True)):
+        if (folder / single).is_file():
+            found = _files(folder, [single], None, pickles=pickles)
+            return Checkpoint(folder=folder, config=config, **found)
+        if (folder / named).is_file():
+            index = json_of(folder / named)
+            found = _files(folder, _named(folder / named, index), index, pickles=pickles)
+            return Checkpoint(folder=folder, config=config, **found)
+    raise InvalidInput(
+        f"{folder} holds no weights: expected {SINGLE}, {INDEX} with its shards, or {_PICKLED} there"
+        f"{_told_adapter(folder)}"
+    )
 
 
 def holds_weights(folder: Path) -> bool:
@@ -307,77 +303,60 @@ def _named(file: Path, index: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _there(folder: Path, names: list[str], index: Mapping[str, Any] | None) -> None:
+def _files(folder: Path, names: list[str], index: Mapping[str, Any] | None, *, pickles: bool) -> dict[str, Any]:
+    """Return what the files of a base hold, and what its index says; the arguments of `Checkpoint`."""
+    placed = (index or {}).get("weight_map", {})
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise InvalidInput(
             f"{folder}: {missing[0]} is missing ({len(missing)} of {len(names)} files), which the index says holds "
-            f"{sum(file in missing for file in (index or {}).get('weight_map', {}).values())} tensors; fetch the base "
-            "again"
+            f"{sum(file in missing for file in placed.values())} tensors; fetch the base again"
         )
-
-
-def _absent(folder: Path, there: Mapping[str, Any], index: Mapping[str, Any] | None) -> None:
-    """Raise where an index names tensors that no file holds."""
-    names = (index or {}).get("weight_map", {})
-    absent = sorted(set(names) - set(there))
-    if absent:
-        raise InvalidInput(
-            f"{folder}: the index says that {absent[0]} is in {names[absent[0]]}, which does not hold it ("
-            f"{len(absent)} such tensors); fetch the base again"
-        )
-
-
-def _beside(index: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    return None if index is None else {key: value for key, value in index.items() if key != "weight_map"}
-
-
-def _files(folder: Path, names: list[str], index: Mapping[str, Any] | None) -> dict[str, Any]:
-    _there(folder, names, index)
     tensors: dict[str, Stored] = {}
+    pickled: dict[str, Tensor] = {}
     files: dict[str, tuple[str, ...]] = {}
     metadata: dict[str, str] = {}
     for file in names:
-        with readable(folder / file):
-            header = read_header(folder / file)
-        for stored in header.tensors:
-            if stored.name in tensors:
+        if pickles:
+            held = _pickled(folder / file)
+            pickled |= held
+            found = [Stored(name, value.dtype, tuple(value.shape), folder / file, 0) for name, value in held.items()]
+            # transformers' own names for the same shards in the other format.
+            file = file.replace("pytorch_model", "model", 1).removesuffix(".bin") + ".safetensors"
+        else:
+            with readable(folder / file):
+                header = read_header(folder / file)
+            found = list(header.tensors)
+            metadata |= header.metadata
+            twice = next((stored.name for stored in found if stored.name in tensors), None)
+            if twice is not None:
                 raise InvalidInput(
-                    f"{folder}: {stored.name} is in {tensors[stored.name].file.name} and in {file}: the checkpoint is "
-                    "broken; download or save it again"
+                    f"{folder}: {twice} is in {tensors[twice].file.name} and in {file}: the checkpoint is broken; "
+                    "download or save it again"
                 )
-            tensors[stored.name] = stored
-        files[file] = tuple(stored.name for stored in header.tensors)
-        metadata |= header.metadata
-    _absent(folder, tensors, index)
-    return {"tensors": tensors, "files": files, "metadata": metadata or {"format": "pt"}, "index": _beside(index)}
+        tensors |= {stored.name: stored for stored in found}
+        files[file] = tuple(stored.name for stored in found)
+    absent = sorted(set(placed) - set(tensors))
+    if absent:
+        raise InvalidInput(
+            f"{folder}: the index says that {absent[0]} is in {placed[absent[0]]}, which does not hold it ("
+            f"{len(absent)} such tensors); fetch the base again"
+        )
+    said = None if index is None else {key: value for key, value in index.items() if key != "weight_map"}
+    known = {"tensors": tensors, "files": files, "metadata": metadata or {"format": "pt"}}
+    return {**known, "index": said, "_pickled": pickled}
 
 
-def _pickles(folder: Path, names: list[str], index: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Open files of `torch.save`, mapped: no code in them is run, and what is not read takes no memory."""
-    _there(folder, names, index)
-    tensors: dict[str, Stored] = {}
-    held: dict[str, Tensor] = {}
-    files: dict[str, tuple[str, ...]] = {}
-    for file in names:
-        try:
-            loaded = torch.load(folder / file, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:
-            text = str(error).strip().splitlines()
-            raise InvalidInput(
-                f"{folder / file} cannot be read as plain tensors ({type(error).__name__}: {text[0] if text else ''}); "
-                "convert the base to safetensors with transformers' save_pretrained"
-            ) from error
-        if not isinstance(loaded, dict) or not all(isinstance(name, str) for name in loaded):
-            raise InvalidInput(
-                f"{folder / file} holds a {type(loaded).__name__}, expected a state dict: tensors by their names"
-            )
-        inside = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
-        for name, value in inside.items():
-            held[name] = value.contiguous()
-            tensors[name] = Stored(name, value.dtype, tuple(value.shape), folder / file, 0)
-        # transformers' own names for the same shards in the other format.
-        renamed = file.replace("pytorch_model", "model", 1).removesuffix(".bin") + ".safetensors"
-        files[renamed] = tuple(inside)
-    _absent(folder, tensors, index)
-    return {"tensors": tensors, "files": files, "metadata": {"format": "pt"}, "index": _beside(index), "_pickled": held}
+def _pickled(file: Path) -> dict[str, Tensor]:
+    """Open a file of `torch.save`, mapped: no code in it is run, and what is not read takes no memory."""
+    try:
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        raise InvalidInput(
+            f"{file} cannot be read as plain tensors ({type(error).__name__}: {text[0] if text else ''}); "
+            "convert the base to safetensors with transformers' save_pretrained"
+        ) from error
+    if not isinstance(loaded, dict) or not all(isinstance(name, str) for name in loaded):
+        raise InvalidInput(f"{file} holds a {type(loaded).__name__}, expected a state dict: tensors by their names")
+    return {name: value.contiguous() for name, value in loaded.items() if isinstance(value, Tensor)}

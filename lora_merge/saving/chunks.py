@@ -88,12 +88,23 @@ def take_new(shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
     return Buffer(torch.empty(shape, dtype=dtype, device="cpu"), lambda: None)
 
 
-class Ahead(Generic[_T]):
+class _Thread:
+    """One thread that does something in order."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1)
+
+    def stop(self) -> None:
+        """Begin nothing more; return when nothing is under way."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class Ahead(_Thread, Generic[_T]):
     """Work of one thread, some of it before it is asked for."""
 
     def __init__(self, work: Callable[[_T], Any]) -> None:
+        super().__init__()
         self._work = work
-        self._pool = ThreadPoolExecutor(1)
 
     def over(self, items: Iterable[_T]) -> Iterator[tuple[_T, Any]]:
         """Yield each item with what the work makes of it."""
@@ -107,16 +118,12 @@ class Ahead(Generic[_T]):
             done, future = coming.popleft()
             yield done, future.result()
 
-    def stop(self) -> None:
-        """Begin nothing more; return when nothing is under way."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
 
-
-class Behind:
+class Behind(_Thread):
     """Work of one thread, in order; the first error is raised by a later `put`, or by `end`."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1)
+        super().__init__()
         self._coming: deque[Future[None]] = deque()
 
     def put(self, work: Callable[[], None], most: int = 8) -> None:
@@ -130,7 +137,3 @@ class Behind:
         while self._coming:
             self._coming.popleft().result()
         self._pool.shutdown()
-
-    def stop(self) -> None:
-        """Begin nothing more; return when nothing is under way."""
-        self._pool.shutdown(wait=True, cancel_futures=True)

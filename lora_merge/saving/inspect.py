@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import InvalidInput, UnsupportedAdapter
 from ..kernels.segments import FLOATS
 from ..models.peft.files import CONFIG, PICKLED, TENSORS, file_of
-from ..models.peft.folder import elsewhere, notes_of
+from ..models.peft.folder import config_of, notes_of
 from ..models.peft.tokens import TRAINED, WRAPPED
 from ..names import hf_name
 from ..shards import whole
@@ -24,7 +24,7 @@ from ..stream.source import Entry
 from ..verify import Change, change_of
 from .adapters import Sum, assembled, names_in, read_adapter
 from .base import open_base, packed_notes
-from .checkpoint import Checkpoint, find, json_of, readable
+from .checkpoint import Checkpoint, find, readable
 from .format import read_header
 from .origin import origin_of
 
@@ -146,11 +146,7 @@ def inspect_adapter(adapter: str | Path, base: str | Path | None = None) -> Insp
 
 
 def _alone(folder: Path) -> Inspected:
-    if not (folder / CONFIG).is_file():
-        raise InvalidInput(
-            f"{folder} holds no adapter of PEFT's: expected {CONFIG}, as save_pretrained writes it{elsewhere(folder)}"
-        )
-    config = json_of(folder / CONFIG)
+    config = config_of(folder)
     tensors = _tensors(folder)
     grouped: dict[str, dict[str, tuple[int, ...]]] = {}
     wholes, replaced = [], {}
@@ -212,22 +208,19 @@ def _rank(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def _held_against(alone: Inspected, base: Checkpoint) -> Inspected:
-    common = {f: getattr(alone, f) for f in alone.__slots__} | {
-        "base": base.folder,
-        "dtype": dtype_name(base.dtype),
-    }
+    alone = replace(alone, base=base.folder, dtype=dtype_name(base.dtype))
     try:
         one = read_adapter(alone.folder.name, alone.folder, base, base.dtype)
         adapter = Sum([one])
         adapter.check()
         origin = origin_of(one.name, one.folder, one.model, base)
-        common["notes"] = (*origin.doubts, *origin.notes, *notes_of(one.model), *packed_notes(base))
+        alone = replace(alone, notes=(*origin.doubts, *origin.notes, *notes_of(one.model), *packed_notes(base)))
         found = names_in(base, adapter)
         updates = tuple(_updates(base, adapter, found))
     except (InvalidInput, UnsupportedAdapter) as error:
         problems = [*_misfits(alone, base), f"{type(error).__name__}: {error}"]
-        return Inspected(**common | {"problems": tuple(problems)})
-    return Inspected(**common | {"updates": updates})
+        return replace(alone, problems=tuple(problems))
+    return replace(alone, updates=updates)
 
 
 def _updates(base: Checkpoint, adapter: Sum, found: Mapping[str, Entry]) -> list[Update]:

@@ -17,9 +17,9 @@ from torch import nn
 from ..choices import DType, Rounding
 from ..errors import InvalidInput
 from ..kernels.plan import check_rounding
+from ..models.conversion import pretrained
 from ..models.live import live
 from ..models.peft.chosen import originals
-from ..names import lineage, walk
 from ..shards.ranks import noted
 from ..stream.buckets import Meta, dtype_name
 from ..stream.weights import MergedWeights
@@ -33,7 +33,6 @@ from .writer import SHARD_SIZE, Writer, shards_of, size_of
 
 _BUCKET = 64 << 20
 _NO_TOKENIZER = "no tokenizer was saved: pass tokenizer=, or base=, the folder of the base"
-_PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
 
 
 def save_merged(
@@ -236,11 +235,7 @@ def _around(model: Any, tensors: Sequence[Meta]) -> str:
 
 def _pretrained(model: Any) -> tuple[str, Any]:
     """Return the name of the model of transformers in a model, and it; None where there is none."""
-    if isinstance(model, nn.Module):
-        for name, module in walk(model):
-            if _PRETRAINED in lineage(type(module)):
-                return name, module
-    return "", None
+    return pretrained(model) if isinstance(model, nn.Module) else ("", None)
 
 
 def class_of(model: nn.Module) -> type:

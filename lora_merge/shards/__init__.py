@@ -90,15 +90,21 @@ class Shard:
         """Bytes of the whole tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
-    def key(self) -> tuple[Any, ...]:
-        """Return where the pieces lie and what they are: what a plan depends on."""
+    def key(self, *, turned: bool = False) -> tuple[Any, ...]:
+        """Return where the pieces lie and what they are: what a plan depends on.
+
+        Args:
+            turned: of the transposed tensor.
+        """
+        way = slice(None, None, -1 if turned else 1)
         if self.whole:
             tensor = self.pieces[0].tensor
-            return self.shape, self.dtype, tensor.data_ptr(), tensor.device, tensor.stride()
+            return self.shape[way], self.dtype, tensor.data_ptr(), tensor.device, tensor.stride()[way]
         places = [
-            (p.start, p.tensor.shape, p.tensor.data_ptr(), p.tensor.device, p.tensor.stride()) for p in self.pieces
+            (p.start[way], tuple(p.tensor.shape)[way], p.tensor.data_ptr(), p.tensor.device, p.tensor.stride()[way])
+            for p in self.pieces
         ]
-        return self.shape, self.dtype, *places
+        return self.shape[way], self.dtype, *places
 
     @property
     def boxes(self) -> list[Box]:

@@ -24,19 +24,18 @@ from . import Piece, Shard, flat_pieces, fsdp2, whole, zero3
 _NN = "bitsandbytes.nn.modules."
 _KINDS = {"Linear4bit": 4, "Embedding4bit": 4, "Linear8bitLt": 8, "Embedding8bit": 8}
 CONV1D = "transformers.pytorch_utils.Conv1D"
-_bits: dict[type, int | None] = {}
 
 
 def bits(module: nn.Module) -> int | None:
     """Return how many bits a code of the weight of one of bitsandbytes' modules has; None for other modules."""
-    return _bits_of(type(module))
+    kind: type = type(module)
+    return _bits_of(kind)
 
 
+@cache
 def _bits_of(cls: type) -> int | None:
-    if cls not in _bits:
-        found = (_KINDS.get(path.removeprefix(_NN)) for path in lineage(cls) if path.startswith(_NN))
-        _bits[cls] = next((n for n in found if n is not None), None)
-    return _bits[cls]
+    found = (_KINDS.get(path.removeprefix(_NN)) for path in lineage(cls) if path.startswith(_NN))
+    return next((n for n in found if n is not None), None)
 
 
 def dtypeless(module: nn.Module) -> bool:

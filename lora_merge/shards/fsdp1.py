@@ -49,33 +49,32 @@ def shards(units: Sequence[nn.Module]) -> dict[tuple[int, str], Shard]:
     """
     found: dict[tuple[int, str], Shard] = {}
     for unit, handle in _handles(units):
-        flat = handle.flat_param
-        if not handle.uses_sharded_strategy:  # NO_SHARD, which torch chooses on a single rank: all of it is here
-            _check_order(type(unit).__name__, flat)
-            views = handle._get_unflat_views(getattr(flat, "_local_shard", flat.data).detach())
-            for info, view in zip(flat._param_infos, views, strict=True):
-                found[id(info.module), info.param_name] = whole(view)
-            for shared in flat._shared_param_infos:
-                found[id(shared.module), shared.param_name] = found[id(shared.prim_module), shared.prim_param_name]
-            continue
-        if not handle.is_sharded(flat):
+        flat, sharded = handle.flat_param, handle.uses_sharded_strategy
+        if sharded and not handle.is_sharded(flat):
             raise InvalidInput("an FSDP1 unit is gathered (summon_full_params or a forward under way); leave it first")
-        if not hasattr(flat, "_shard_param_infos"):
+        if sharded and not hasattr(flat, "_shard_param_infos"):
             raise InvalidInput(f"the flat parameter of the FSDP1 unit {type(unit).__name__} has no map of its parts")
         local = getattr(flat, "_local_shard", flat.data).detach()
         _check_order(type(unit).__name__, flat)
-        for info, shape, part in zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True):
-            pieces: tuple[Piece, ...] = ()
-            if part.in_shard:
-                begin = part.intra_param_start_idx
-                view = local[part.offset_in_shard : part.offset_in_shard + part.numel_in_shard]
-                pieces = tuple(flat_pieces(shape, begin, view))
-            found[id(info.module), info.param_name] = Shard(
-                tuple(shape), flat.dtype, local.device, pieces, sum(p.tensor.numel() for p in pieces) == prod(shape)
-            )
+        if sharded:
+            here = [_shard(local, flat.dtype, *of) for of in zip(flat._shapes, flat._shard_param_infos, strict=True)]
+        else:  # NO_SHARD, which torch chooses on a single rank: all of it is here
+            here = list(map(whole, handle._get_unflat_views(local)))
+        for info, shard in zip(flat._param_infos, here, strict=True):
+            found[id(info.module), info.param_name] = shard
         for shared in flat._shared_param_infos:
             found[id(shared.module), shared.param_name] = found[id(shared.prim_module), shared.prim_param_name]
     return found
+
+
+def _shard(local: Tensor, dtype: torch.dtype, shape: torch.Size, part: Any) -> Shard:
+    """Return what a rank's part of a flat parameter holds of one of its parameters."""
+    pieces: list[Piece] = []
+    if part.in_shard:
+        view = local[part.offset_in_shard : part.offset_in_shard + part.numel_in_shard]
+        pieces += flat_pieces(shape, part.intra_param_start_idx, view)
+    full = sum(piece.tensor.numel() for piece in pieces) == prod(shape)
+    return Shard(tuple(shape), dtype, local.device, tuple(pieces), full)
 
 
 def _check_order(kind: str, flat: Any) -> None:

@@ -7,6 +7,7 @@ hqq is not imported: a model that holds its layers has done so.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,19 +22,18 @@ from . import Shard, whole, zero3
 _LINEAR = "hqq.core.quantize.HQQLinear"
 CODES = "W_q"
 """The parameter that holds a layer's codes."""
-_layers: dict[type, bool] = {}
 
 
 def is_layer(module: nn.Module) -> bool:
     """Return True if a module is one of HQQ's."""
-    return of_hqq(type(module))
+    kind: type = type(module)
+    return of_hqq(kind)
 
 
+@cache
 def of_hqq(cls: type) -> bool:
     """Return True if a class is of HQQ's layers."""
-    if cls not in _layers:
-        _layers[cls] = _LINEAR in lineage(cls)
-    return _layers[cls]
+    return _LINEAR in lineage(cls)
 
 
 def format_name(owner: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
@@ -18,8 +18,6 @@ from . import Shard, address, fsdp1, fsdp2, here, quantised, whole, zero3
 from .ranks import Ranks
 
 _CHILDREN, _VALUES = attrgetter("_modules"), methodcaller("values")
-_units: dict[type, int] = {}
-"""Class of a module -> the version of FSDP whose wrapper it is; 0 for others."""
 
 
 class Cut(NamedTuple):
@@ -81,9 +79,10 @@ class Layout:
             known = Known(modules, set(map(type, modules)))
         self._modules = known.modules
         self._zero3 = zero3.managed(known.modules)
-        units = [module for module in self._modules if _units[type(module)]] if _any_unit(known.kinds) else []
-        self._one = [unit for unit in units if _units[type(unit)] == 1]
-        self._two = [unit for unit in units if _units[type(unit)] == 2]
+        for module in self._modules if _any_unit(known.kinds) else ():
+            kind: type = type(module)
+            if version := _version_of(kind):
+                (self._one if version == 1 else self._two).append(module)
         if self._zero3:
             self._flat_group = zero3.group(self._zero3)
         if not there:
@@ -233,9 +232,13 @@ class Layout:
 
 def _any_unit(kinds: set[type]) -> bool:
     """Return True if some of these classes are of FSDP's units."""
-    for kind in kinds - _units.keys():
-        _units[kind] = 1 if fsdp1.is_unit(kind) else 2 if fsdp2.is_unit(kind) else 0
-    return any(map(_units.__getitem__, kinds))
+    return any(map(_version_of, kinds))
+
+
+@cache
+def _version_of(kind: type) -> int:
+    """Return the version of FSDP whose wrapper a class of modules is; 0 for others."""
+    return 1 if fsdp1.is_unit(kind) else 2 if fsdp2.is_unit(kind) else 0
 
 
 def _any_cut(modules: Sequence[nn.Module], there: bool) -> bool:

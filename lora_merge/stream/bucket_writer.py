@@ -39,7 +39,7 @@ from .buckets import Meta, Slot, Table, digest_of, extent, lay_out, lay_out_in_o
 from .direct_targets import DirectTargets
 from .double_buffer import DoubleBuffer, Reads
 from .source import Entry, LazyParts, Source
-from .unwritten import Unwritten, layers_of, unwritten
+from .unwritten import Unwritten, layers_of
 
 
 class BucketWriter:
@@ -231,8 +231,11 @@ class BucketWriter:
         with self._lock:
             self._passes += 1
         try:
-            with reading(source.held, source.reader), unwritten(source, self._layers, self.ranks.alone):
+            with reading(source.held, source.reader):
+                read = Unwritten(source, self._layers) if self.ranks.alone else None
                 yield
+                if read is not None:
+                    read.check()
         finally:
             with self._lock:
                 self._passes -= 1

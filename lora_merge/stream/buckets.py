@@ -140,15 +140,21 @@ def lay_out_parts(
     table, sizes = [], []
     for bucket in zip_longest(*parts, fillvalue=()):
         sizes.append(tuple(even([max(extent(slots), ALIGNMENT) for slots in bucket])))
-        starts = accumulate(sizes[-1], initial=0)
-        table.append(
-            tuple(
-                replace(slot, offset=start + slot.offset)
-                for start, slots in zip(starts, bucket, strict=False)
-                for slot in slots
-            )
-        )
+        table.append(tuple(side_by_side(bucket, sizes[-1])))
     return tuple(table), tuple(sizes)
+
+
+def side_by_side(parts: Sequence[Sequence[Slot]], rooms: Sequence[int]) -> list[Slot]:
+    """Return the slots of several parts by their place in the buffer in which all of these lie, one behind the other.
+
+    Args:
+        rooms: bytes of the parts.
+    """
+    return [
+        replace(slot, offset=start + slot.offset)
+        for start, slots in zip(accumulate(rooms, initial=0), parts, strict=False)
+        for slot in slots
+    ]
 
 
 def lay_out_in_order(

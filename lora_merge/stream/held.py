@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -15,7 +14,7 @@ from ..inference import outside_inference_mode
 from ..kernels.segments import raw
 from ..shards import Box, cut
 from .bucket_writer import BucketWriter, room
-from .buckets import Meta, Slot, Table, extent, lay_out
+from .buckets import Meta, Slot, Table, extent, lay_out, side_by_side
 from .by_layer import by_layer
 from .source import Source
 from .unwritten import Unwritten
@@ -58,7 +57,7 @@ class HeldWriter(BucketWriter):
                     out[receiver] += [(meta, box) for box in boxes[meta.name].get(rank, ())]
             sent = [_packed(wanted) for wanted in out]
             self._sends.append([extent(slots) for slots in sent])
-            self._mine.append(_behind(sent, self._sends[-1]))
+            self._mine.append(side_by_side(sent, self._sends[-1]))
             self._comes.append([_packed([(m, b) for m in here for b in boxes[m.name].get(s, ())]) for s in everybody])
         self._wholes = [lay_out([m for m in layer if rank in holders[m.name]], 1 << 62) for layer in metas]
         table = tuple(slots for layer in metas for slots in lay_out(layer, 1 << 62))
@@ -138,15 +137,6 @@ def _packed(wanted: Sequence[tuple[Meta, Box]]) -> tuple[Slot, ...]:
     """Return where the boxes that one rank sends to another lie in what goes from the one to the other."""
     table = lay_out([Meta(meta.name, meta.dtype, box[1]) for meta, box in wanted], 1 << 62)
     return tuple(
-        Slot(slot.name, slot.dtype, slot.shape, slot.offset, slot.nbytes, box[0], meta.shape)
+        replace(slot, start=box[0], whole=meta.shape)
         for slot, (meta, box) in zip(table[0] if table else (), wanted, strict=True)
     )
-
-
-def _behind(rows: Sequence[Sequence[Slot]], rooms: Sequence[int]) -> list[Slot]:
-    """Return the slots of what goes to each rank, by their place in the buffer in which all of it lies."""
-    return [
-        replace(slot, offset=start + slot.offset)
-        for start, slots in zip(accumulate(rooms, initial=0), rows, strict=False)
-        for slot in slots
-    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 
 import torch
@@ -43,13 +43,7 @@ class LazyParts(Mapping[str, Part]):
     """Parts that are read when somebody asks for the first of them: a pass over plans that stand asks for none."""
 
     def __init__(self, read: Callable[[], Mapping[str, Part]]) -> None:
-        self._read: Callable[[], Mapping[str, Part]] | None = read
-        self._parts: Mapping[str, Part] = {}
-
-    def _all(self) -> Mapping[str, Part]:
-        if self._read is not None:
-            self._parts, self._read = self._read(), None
-        return self._parts
+        self._all = cache(read)
 
     def __getitem__(self, name: str) -> Part:
         return self._all()[name]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from operator import attrgetter
 
 from torch import Tensor
@@ -72,16 +71,6 @@ _ADVICE = (
     "Tensors that this pass gave before are of the weights as they were, and later ones may be of what they are now: "
     "do not use them together. Stream again, and train, load or merge between two passes"
 )
-
-
-@contextmanager
-def unwritten(source: Source, layers: Sequence[int], alone: bool) -> Iterator[None]:
-    """Check, at the end of a pass that ends by itself, that it is `Unwritten`, where no other rank has to hear of
-    it."""
-    read = Unwritten(source, layers) if alone else None
-    yield
-    if read is not None:
-        read.check()
 
 
 def layers_of(source: Source) -> list[int]:

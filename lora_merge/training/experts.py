@@ -23,13 +23,11 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import UnsupportedAdapter
 from ..kernels.plan import untraced
+from ..models.peft.layer import PARAMETER, SWAPPED
 from ..names import innermost, path_of
 from . import expert_products as products
 from .expert_products import Factors
-from .layers import PARAMETER, Acting
-
-_SWAPPED = "_did_swap_in_out_features"
-"""Attribute of a ParamWrapper whose parameter is `[E, out, in]`; releases of PEFT before 0.19 take none for one."""
+from .layers import Acting
 
 
 class Holders:
@@ -138,7 +136,7 @@ def _factors(layer: Any, adapter: str, ndim: int) -> Factors:
     lora_A = lora_A.reshape(experts, -1, lora_A.shape[-1])
     lora_B = lora_B.reshape(lora_B.shape[0], -1, experts).permute(2, 0, 1)
     factors = Factors(lora_B, lora_A, float(layer.scaling[adapter]))
-    if experts > 1 and not getattr(layer, _SWAPPED, False):
+    if experts > 1 and not getattr(layer, SWAPPED, False):
         factors = factors.transposed()
     return factors if ndim == 3 else Factors(factors.left[0], factors.right[0], factors.scaling)
 

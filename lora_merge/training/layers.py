@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -11,16 +12,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..errors import InvalidInput, UnsupportedAdapter
+from ..models.peft.layer import EMBEDDING, LAYERS, LINEAR, PARAMETER, TUNER_LAYER
+from ..models.peft.tokens import TOKENS
 from ..names import innermost, lineage, path_of, walk
 from ..shards import fsdp2, here
 from . import gathered, straight, tensor_parallel
 
-_TUNER_LAYER = "peft.tuners.tuners_utils.BaseTunerLayer"
-_LAYERS = "peft.tuners.lora.layer."
-_LINEAR, _EMBEDDING = _LAYERS + "Linear", _LAYERS + "Embedding"
-PARAMETER = _LAYERS + "ParamWrapper"
-_CONVS = tuple(f"{_LAYERS}Conv{n}d" for n in (1, 2, 3))
-_TOKENS = "peft.tuners.trainable_tokens.layer.TrainableTokensLayer"
+_CONVS = tuple(f"{LAYERS}Conv{n}d" for n in (1, 2, 3))
 _VARIANTS = "peft.tuners.lora.variants."
 _AS_LORA = {_VARIANTS + name for name in ("MiCALinearVariant", "MiCAEmbeddingVariant")}
 """Variants whose forward and backward are those of LoRA."""
@@ -35,7 +33,7 @@ def layers_of(model: nn.Module) -> list[tuple[str, Any]]:
     """List the adapter layers of a model with their names, each once."""
     found: dict[int, tuple[str, Any]] = {}
     for name, module in walk(model):
-        if _TUNER_LAYER in lineage(type(module)):
+        if TUNER_LAYER in lineage(type(module)):
             found.setdefault(id(module), (name, module))
     return list(found.values())
 
@@ -82,7 +80,7 @@ class Acting:
     def attach_to_input(self, x: Tensor) -> tuple[Tensor, list[straight.Held]]:
         """Return the layer's input, with the way back to the parameters of the adapters, and what `attach` then wants.
         Nothing where the way back has to begin at the output."""
-        plain = path_of(type(self.layer)) == _LINEAR and self.rows is None and x.requires_grad
+        plain = path_of(type(self.layer)) == LINEAR and self.rows is None and x.requires_grad
         # A unit of FSDP2's own is gathered after this. What is asked here has one answer whenever a layer is called:
         # gradient checkpointing compares what is kept.
         plain = plain and not fsdp2.is_unit(type(self.layer))
@@ -119,7 +117,8 @@ class Acting:
         """Return the output of the base, a DTensor, with the way back to the parameters of the adapters."""
         for adapter, scaling in zip(self.adapters, self.scalings, strict=True):
             lora_A, lora_B = _halves(self.layer, adapter)
-            y = tensor_parallel.Linear.apply(y, x, lora_A.weight, lora_B.weight, scaling, ready)
+            gradients = partial(tensor_parallel.of_linear, scaling=scaling)
+            y = straight.Attached.apply(y, gradients, ready, x, lora_A.weight, lora_B.weight)
         return y
 
 
@@ -136,7 +135,8 @@ def _linear(acting: Acting, adapter: str, scaling: float, y: Tensor, x: Tensor, 
         return gathered.attach(y, x, acting.layer, adapter, scaling, ready)
     if type(lora_A) is not nn.Linear or type(lora_B) is not nn.Linear:
         return _recomputed(acting, adapter, scaling, y, x, ready)
-    return straight.Linear.apply(y, x, lora_A.weight, lora_B.weight, lora_B.bias, scaling, acting.rows, ready)
+    gradients = partial(straight.of_linear, scaling=scaling, rows=acting.rows)
+    return straight.Attached.apply(y, gradients, ready, x, lora_A.weight, lora_B.weight, lora_B.bias)
 
 
 def _recomputed(acting: Acting, adapter: str, scaling: float, y: Tensor, x: Tensor, ready: Ready) -> Tensor:
@@ -148,12 +148,14 @@ def _recomputed(acting: Acting, adapter: str, scaling: float, y: Tensor, x: Tens
         shape = (-1, *[1] * len(getattr(acting.base, "kernel_size", ())))
         factor = acting.rows.factor.to(x.device).view(shape) * factor
     parameters = [p for _, some in named for p in some.values()]
-    return straight.Recomputed.apply(y, x, _adds(named, factor), ready, *parameters)
+    gradients = partial(straight.recomputed, added=_adds(named, factor))
+    return straight.Attached.apply(y, gradients, ready, x, *parameters)
 
 
 def _embedding(acting: Acting, adapter: str, scaling: float, y: Tensor, x: Tensor, ready: Ready) -> Tensor:
     lora_A, lora_B = acting.layer.lora_embedding_A[adapter], acting.layer.lora_embedding_B[adapter]
-    return straight.Embedding.apply(y, x, lora_A, lora_B, acting.base, scaling, acting.rows, ready)
+    gradients = partial(straight.of_embedding, base=acting.base, scaling=scaling, rows=acting.rows)
+    return straight.Attached.apply(y, gradients, ready, x, lora_A, lora_B)
 
 
 def _tokens(acting: Acting, adapter: str, scaling: float, y: Tensor, x: Tensor, ready: Ready) -> Tensor:
@@ -161,16 +163,16 @@ def _tokens(acting: Acting, adapter: str, scaling: float, y: Tensor, x: Tensor, 
     index = torch.as_tensor(acting.layer.token_indices[adapter], dtype=torch.int64, device=y.device)
     if not len(index):
         return y
-    if isinstance(acting.base, nn.Embedding):
-        return straight.EmbeddingRows.apply(y, x, values, index, acting.base, ready)
-    return straight.LinearRows.apply(y, x, values, index, ready)
+    embeds = isinstance(acting.base, nn.Embedding)
+    gradients = partial(straight.of_embedding_rows, base=acting.base) if embeds else straight.of_linear_rows
+    return straight.Attached.apply(y, gradients, ready, x, values, index)
 
 
 _WAYS: dict[str, Callable[[Acting, str, float, Tensor, Tensor, Ready], Tensor]] = {
-    _LINEAR: _linear,
-    _EMBEDDING: _embedding,
+    LINEAR: _linear,
+    EMBEDDING: _embedding,
     **dict.fromkeys(_CONVS, _recomputed),
-    _TOKENS: _tokens,
+    TOKENS: _tokens,
     PARAMETER: lambda acting, adapter, scaling, y, x, ready: y,  # experts.py has seen to it
 }
 """How the output of a layer leads back to the parameters of an adapter, by class of PEFT's."""
@@ -191,14 +193,14 @@ def acting(name: str, layer: Any) -> Acting:
             f"{name}: a {path} cannot be trained on merged weights yet, only LoRA on Linear, Embedding, Conv "
             "layers and parameters, and trainable tokens: train this model with PEFT's forward, and serve it merged"
         )
-    there = layer.trainable_tokens_delta if path == _TOKENS else layer.scaling
+    there = layer.trainable_tokens_delta if path == TOKENS else layer.scaling
     adapters = tuple(sorted(a for a in layer.active_adapters if a in there))
     parts = [p for adapter in adapters for p in _parameters(layer, path, adapter)]
     weights = list(innermost(layer).parameters(recurse=False))
     found = Acting(
         layer,
         adapters,
-        tuple(1.0 if path == _TOKENS else float(layer.scaling[adapter]) for adapter in adapters),
+        tuple(1.0 if path == TOKENS else float(layer.scaling[adapter]) for adapter in adapters),
         [t for p in parts for t in _counted(p)],
         [t for p in weights for t in _counted(p)],
         name,
@@ -236,7 +238,7 @@ def cut_of(name: str, acts: Acting, units: list[Any]) -> bool:
     if not acts.adapters or not tensor_parallel.is_cut(layer, units):
         return False
     path = path_of(type(layer))
-    plain = path == _LINEAR and acts.dora is None
+    plain = path == LINEAR and acts.dora is None
     halves = [half for adapter in acts.adapters for half in _halves(layer, adapter)] if plain else []
     if not plain or any(getattr(half, "bias", None) is not None for half in halves):
         raise UnsupportedAdapter(
@@ -252,10 +254,10 @@ def _is_dora(layer: Any, adapter: str) -> bool:
 
 
 def _parameters(layer: Any, path: str, adapter: str) -> Iterator[Tensor]:
-    if path == _TOKENS:
+    if path == TOKENS:
         yield layer.trainable_tokens_delta[adapter]
         return
-    if path == _EMBEDDING:
+    if path == EMBEDDING:
         yield from (layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter])
     else:
         for half in _halves(layer, adapter):

@@ -54,42 +54,34 @@ class Rows(NamedTuple):
     zeros: Zeros | None = None
 
 
-class Linear(torch.autograd.Function):
-    """Pass `y` on, and give lora_A and lora_B of a linear layer their gradients.
+Gradients: TypeAlias = Callable[[Tensor, Sequence[Tensor], Sequence[bool]], Sequence[Tensor | None]]
+"""Returns the gradients of some tensors, from that of a layer's output, these tensors, and which of them are wanted."""
+
+
+class Attached(torch.autograd.Function):
+    """Pass `y` on, and give tensors their gradients, as one of the functions below computes them.
 
     Args (of `apply`):
-        y: output of the layer, `[..., out]`.
-        x: its input, `[..., in]`.
-        lora_A, lora_B: `[r, in]`, `[out, r]`.
-        bias: of lora_B, `[out]`, or None.
-        scaling: of their product.
-        rows: DoRA's, or None.
+        y: output of a layer, `[..., out]`.
+        gradients: computes those of the tensors.
         ready: called before the gradients of the layer's own weight and input are taken.
+        tensors: kept for the backward pass.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        y: Tensor,
-        x: Tensor,
-        lora_A: Tensor,
-        lora_B: Tensor,
-        bias: Tensor | None,
-        scaling: float,
-        rows: Rows | None,
-        ready: Callable[[], object],
+        ctx: Any, y: Tensor, gradients: Gradients, ready: Callable[[], object], *tensors: Tensor | None
     ) -> Tensor:
-        ctx.save_for_backward(x, lora_A, lora_B)
-        ctx.scaling, ctx.rows, ctx.ready = scaling, rows, ready
+        ctx.save_for_backward(*tensors)
+        ctx.gradients, ctx.ready = gradients, ready
         return _passed(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.ready()
-        x, lora_A, lora_B = ctx.saved_tensors
-        gradients = _of_linear(dy, x, lora_A, lora_B, ctx.scaling, ctx.rows, ctx.needs_input_grad[2:5])
-        return dy, None, *gradients, None, None, None
+        with _exact(dy):
+            return dy, None, None, *ctx.gradients(dy, ctx.saved_tensors, ctx.needs_input_grad[3:])
 
 
 class Held:
@@ -106,12 +98,12 @@ class Held:
 
 class Input(torch.autograd.Function):
     """Pass the input of a linear layer on, and give lora_A and lora_B their gradients once the layer's output and its
-    input have theirs. With `Output` it does what `Linear` does; but what it keeps is known before the layer computes,
-    so that the forward that gradient checkpointing repeats ends before the last layer's product.
+    input have theirs, those of `of_linear`. What it keeps is known before the layer computes, so that the forward that
+    gradient checkpointing repeats ends before the last layer's product.
 
     Args (of `apply`):
         held: the same as `Output` has.
-        x, lora_A, lora_B, bias, scaling: as of `Linear`.
+        x, lora_A, lora_B, bias, scaling: as of `of_linear`.
     """
 
     @staticmethod
@@ -130,8 +122,9 @@ class Input(torch.autograd.Function):
         if dy is None or ctx.held.backward != this_backward():
             # A hook has kept the layer's input, which is differentiated in this pass and the output is not.
             return None, dx, None, None, None, None
-        x, lora_A, lora_B = ctx.saved_tensors
-        return None, dx, *_of_linear(dy, x, lora_A, lora_B, ctx.scaling, None, ctx.needs_input_grad[2:5]), None
+        with _exact(dy):
+            found = of_linear(dy, (*ctx.saved_tensors, None), (False, *ctx.needs_input_grad[2:5]), ctx.scaling)
+        return None, dx, *found[1:], None
 
 
 class Output(torch.autograd.Function):
@@ -139,7 +132,7 @@ class Output(torch.autograd.Function):
 
     Args (of `apply`):
         held: as many as there are adapters.
-        y, ready: as of `Linear`.
+        y, ready: as of `Attached`.
     """
 
     @staticmethod
@@ -156,96 +149,59 @@ class Output(torch.autograd.Function):
         return dy, None, None
 
 
-def _of_linear(
-    dy: Tensor, x: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float, rows: Rows | None, wants: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of lora_A, lora_B and lora_B's bias; None for those that are not wanted."""
-    inputs, gradient = _matrix(x), _matrix(dy)
-    with _exact(dy):
-        dA, dB = factor_gradients(inputs, gradient, lora_A, _scaled(lora_B, rows), (wants[0], wants[1]))
-        dA = None if dA is None else dA.mul_(scaling)
-        dB = None if dB is None else _scaled(dB, rows).mul_(scaling)
-        dbias = gradient.sum(0, dtype=lora_B.dtype).mul_(scaling) if wants[2] else None
-    return dA, dB, dbias
+def of_linear(
+    dy: Tensor, tensors: Sequence[Any], wants: Sequence[bool], scaling: float, rows: Rows | None = None
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of lora_A and lora_B of a linear layer.
 
-
-class Embedding(torch.autograd.Function):
-    """Pass `y` on, and give lora_embedding_A and lora_embedding_B their gradients.
-
-    Args (of `apply`):
-        y: output of the layer, `[..., out]`.
-        ids: its input.
-        lora_A, lora_B: `[r, vocabulary]`, `[out, r]`.
-        base: the `nn.Embedding`.
+    Args:
+        tensors: input `[..., in]`, lora_A `[r, in]`, lora_B `[out, r]`, and lora_B's bias `[out]`, of which no value
+            counts.
         scaling: of their product.
         rows: DoRA's, or None.
-        ready: as of `Linear`.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        y: Tensor,
-        ids: Tensor,
-        lora_A: Tensor,
-        lora_B: Tensor,
-        base: Any,
-        scaling: float,
-        rows: Rows | None,
-        ready: Callable[[], object],
-    ) -> Tensor:
-        ctx.save_for_backward(ids, lora_A, lora_B)
-        ctx.base, ctx.scaling, ctx.rows, ctx.ready = base, scaling, rows, ready
-        return _passed(y)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.ready()
-        ids, lora_A, lora_B = ctx.saved_tensors
-        ids, gradient, base = ids.flatten(), _matrix(dy), ctx.base
-        dA = dB = None
-        with _exact(dy):
-            if ctx.needs_input_grad[3]:
-                dB = _scaled(times(gradient.t(), F.embedding(ids, lora_A.t())), ctx.rows).mul_(ctx.scaling)
-                dB = embed_scaled(dB, base)
-            if ctx.needs_input_grad[2]:
-                some = embed_scaled(times(gradient, _scaled(lora_B, ctx.rows)).mul_(ctx.scaling), base)
-                padding = -1 if base.padding_idx is None else base.padding_idx
-                dA = _sum_by_id(some.to(lora_A.dtype), ids, lora_A.shape[1], padding, base.scale_grad_by_freq).t()
-        return dy, None, dA, dB, None, None, None, None
+    x, lora_A, lora_B, _ = tensors
+    inputs, gradient = _matrix(x), _matrix(dy)
+    dA, dB = factor_gradients(inputs, gradient, lora_A, _scaled(lora_B, rows), (wants[1], wants[2]))
+    dA = None if dA is None else dA.mul_(scaling)
+    dB = None if dB is None else _scaled(dB, rows).mul_(scaling)
+    dbias = gradient.sum(0, dtype=lora_B.dtype).mul_(scaling) if wants[3] else None
+    return None, dA, dB, dbias
 
 
-class Recomputed(torch.autograd.Function):
-    """Pass `y` on, and give parameters the gradients that they have in what they add to it, computed in the backward
-    pass.
+def of_embedding(
+    dy: Tensor, tensors: Sequence[Tensor], wants: Sequence[bool], base: Any, scaling: float, rows: Rows | None
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of lora_embedding_A and lora_embedding_B.
 
-    Args (of `apply`):
-        y: output of the layer.
-        x: its input.
-        added: what is added.
-        ready: as of `Linear`.
-        parameters: of the adapters.
+    Args:
+        tensors: ids, lora_A `[r, vocabulary]`, lora_B `[out, r]`.
+        base: the `nn.Embedding`.
+        scaling, rows: as of `of_linear`.
     """
+    ids, lora_A, lora_B = tensors
+    ids, gradient, dA, dB = ids.flatten(), _matrix(dy), None, None
+    if wants[2]:
+        dB = _scaled(times(gradient.t(), F.embedding(ids, lora_A.t())), rows).mul_(scaling)
+        dB = embed_scaled(dB, base)
+    if wants[1]:
+        some = embed_scaled(times(gradient, _scaled(lora_B, rows)).mul_(scaling), base)
+        padding = -1 if base.padding_idx is None else base.padding_idx
+        dA = _sum_by_id(some.to(lora_A.dtype), ids, lora_A.shape[1], padding, base.scale_grad_by_freq).t()
+    return None, dA, dB
 
-    @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, x: Tensor, added: Added, ready: Callable[[], object], *parameters: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(x, *parameters)
-        ctx.added, ctx.ready = added, ready
-        return _passed(y)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.ready()
-        x, *parameters = ctx.saved_tensors
-        with torch.enable_grad(), _exact(dy):
-            copies = [p.detach().requires_grad_(p.is_floating_point()) for p in parameters]
-            y = ctx.added(x.detach(), copies)
-            gradients = torch.autograd.grad(y, copies, dy.to(y.dtype), allow_unused=True)
-        return dy, None, None, None, *gradients
+def recomputed(dy: Tensor, tensors: Sequence[Tensor], wants: Sequence[bool], added: Added) -> tuple[Tensor | None, ...]:
+    """Return the gradients of parameters in what they add to a layer's output, which is computed anew.
+
+    Args:
+        tensors: input of the layer, and the parameters of the adapters.
+    """
+    x, *parameters = tensors
+    with torch.enable_grad():
+        copies = [p.detach().requires_grad_(p.is_floating_point()) for p in parameters]
+        y = added(x.detach(), copies)
+        return None, *torch.autograd.grad(y, copies, dy.to(y.dtype), allow_unused=True)
 
 
 class Magnitude(torch.autograd.Function):
@@ -258,7 +214,7 @@ class Magnitude(torch.autograd.Function):
         bias: of the layer, `[out]`, or None.
         channels: the dimension of `y` that has the rows of the weight.
         rows: DoRA's.
-        ready: as of `Linear`.
+        ready: as of `Attached`.
     """
 
     @staticmethod
@@ -293,69 +249,36 @@ class Magnitude(torch.autograd.Function):
         return dy, None, dm.to(magnitude).view(magnitude.shape), None, None, None, None
 
 
-class EmbeddingRows(torch.autograd.Function):
-    """Pass `y` on, and give rows of an embedding that were put in the place of others their gradient.
+def of_embedding_rows(
+    dy: Tensor, tensors: Sequence[Tensor], wants: Sequence[bool], base: Any
+) -> tuple[Tensor | None, ...]:
+    """Return the gradient of rows of an embedding that were put in the place of others.
 
-    Args (of `apply`):
-        y: output of the layer, `[..., out]`.
-        ids: its input.
-        values: the rows, `[n, out]`.
-        index: their numbers, int64 `[n]`.
+    Args:
+        tensors: ids, the rows `[n, out]`, and their numbers, int64 `[n]`.
         base: the `nn.Embedding`.
-        ready: as of `Linear`.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, ids: Tensor, values: Tensor, index: Tensor, base: Any, ready: Callable[[], object]
-    ) -> Tensor:
-        ctx.save_for_backward(ids, values, index)
-        ctx.base, ctx.ready = base, ready
-        return _passed(y)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.ready()
-        ids, values, index = ctx.saved_tensors
-        ids, base = ids.flatten(), ctx.base
-        numbers, order = index.sort()
-        place = torch.searchsorted(numbers, ids).clamp_max(len(index) - 1)
-        hit = numbers[place] == ids
-        if base.padding_idx is not None:
-            hit &= ids != base.padding_idx
-        hits = hit.nonzero().flatten()
-        some = _matrix(dy)[hits].to(values.dtype)
-        found = _sum_by_id(embed_scaled(some, base), order[place[hits]], len(index), -1, base.scale_grad_by_freq)
-        return dy, None, found, None, None, None
+    ids, values, index = tensors
+    ids = ids.flatten()
+    numbers, order = index.sort()
+    place = torch.searchsorted(numbers, ids).clamp_max(len(index) - 1)
+    hit = numbers[place] == ids
+    if base.padding_idx is not None:
+        hit &= ids != base.padding_idx
+    hits = hit.nonzero().flatten()
+    some = embed_scaled(_matrix(dy)[hits].to(values.dtype), base)
+    return None, _sum_by_id(some, order[place[hits]], len(index), -1, base.scale_grad_by_freq), None
 
 
-class LinearRows(torch.autograd.Function):
-    """Pass `y` on, and give rows of a linear layer's weight that were put in the place of others their gradient.
+def of_linear_rows(dy: Tensor, tensors: Sequence[Tensor], wants: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """Return the gradient of rows of a linear layer's weight that were put in the place of others.
 
-    Args (of `apply`):
-        y: output of the layer, `[..., out]`.
-        x: its input, `[..., in]`.
-        values: the rows, `[n, in]`.
-        index: their numbers, int64 `[n]`.
-        ready: as of `Linear`.
+    Args:
+        tensors: input `[..., in]`, the rows `[n, in]`, and their numbers, int64 `[n]`.
     """
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, values: Tensor, index: Tensor, ready: Callable[[], object]) -> Tensor:
-        ctx.save_for_backward(x, values, index)
-        ctx.ready = ready
-        return _passed(y)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.ready()
-        x, values, index = ctx.saved_tensors
-        with _exact(dy):
-            some = _matrix(dy)[:, index].to(values.dtype)
-            found = times(_matrix(x).t(), some).t()
-        return dy, None, found, None, None
+    x, values, index = tensors
+    some = _matrix(dy)[:, index].to(values.dtype)
+    return None, times(_matrix(x).t(), some).t(), None
 
 
 def this_backward() -> int:

@@ -7,12 +7,10 @@ the placements of its parameter: whole on every rank where it is a plain tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..names import innermost
 from ..shards import fsdp2
@@ -29,38 +27,20 @@ def is_cut(layer: Any, units: list[Any]) -> bool:
     return any(id(weight) not in alone for weight in weights)
 
 
-class Linear(torch.autograd.Function):
-    """Pass `y` on, and give lora_A and lora_B their gradients; formulas of `straight.Linear`.
+def of_linear(dy: Any, tensors: Sequence[Any], wants: Sequence[bool], scaling: float) -> tuple[Tensor | None, ...]:
+    """Return the gradients of lora_A and lora_B; formulas of `straight.of_linear`.
 
-    Args (of `apply`):
-        y: output of the base, a DTensor `[..., out]`.
-        x: its input, a DTensor `[..., in]`.
-        lora_A, lora_B: `[r, in]`, `[out, r]`, each a DTensor or whole.
+    Args:
+        dy: of the output of the base, a DTensor `[..., out]`.
+        tensors: its input, a DTensor `[..., in]`; lora_A `[r, in]` and lora_B `[out, r]`, each a DTensor or whole.
         scaling: of their product.
-        ready: as of `straight.Linear`.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, x: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float, ready: Callable[[], object]
-    ) -> Tensor:
-        ctx.save_for_backward(x, lora_A, lora_B)
-        ctx.scaling, ctx.ready = scaling, ready
-        return y.view_as(y)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.ready()
-        x, lora_A, lora_B = ctx.saved_tensors
-        A, B = _on(x, lora_A), _on(x, lora_B)
-        rows, gradient = x.flatten(0, -2).to(A.dtype), dy.flatten(0, -2).to(B.dtype)
-        dA = dB = None
-        if ctx.needs_input_grad[2]:
-            dA = _like(((gradient @ B).t() @ rows) * ctx.scaling, lora_A)
-        if ctx.needs_input_grad[3]:
-            dB = _like((gradient.t() @ (rows @ A.t())) * ctx.scaling, lora_B)
-        return dy, None, dA, dB, None, None
+    x, lora_A, lora_B = tensors
+    A, B = _on(x, lora_A), _on(x, lora_B)
+    rows, gradient = x.flatten(0, -2).to(A.dtype), dy.flatten(0, -2).to(B.dtype)
+    dA = _like(((gradient @ B).t() @ rows) * scaling, lora_A) if wants[1] else None
+    dB = _like((gradient.t() @ (rows @ A.t())) * scaling, lora_B) if wants[2] else None
+    return None, dA, dB
 
 
 def _on(x: Any, parameter: Any) -> Any:

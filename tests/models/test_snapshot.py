@@ -401,26 +401,6 @@ def test_a_snapshot_looks_at_all_that_reading_looks_at(build: str) -> None:
     assert not {name: some for name, some in missing.items() if some}
 
 
-@pytest.mark.parametrize("build", [two, tied])
-def test_shapes_are_listed_once(build: Callable[[], PeftModel]) -> None:
-    """Of tensors that have the same ones still; also where a tensor has two names, and until it is another's."""
-    model = build()
-
-    def lists() -> list[int]:
-        facts = (fact for fact in take(model, Layout(model)).facts if isinstance(fact, list))
-        return [id(fact) for fact in facts if isinstance(fact[-1], torch.device)]
-
-    first = lists()
-    assert first
-    assert lists() == first
-    lora_A = next(module for name, module in model.named_modules() if name.endswith("q_proj.lora_A"))
-    (held, *_) = lora_A.parameters()
-    held.data = held.data.view(-1, 2 * held.shape[0]).t()
-    assert lists() != first
-    with torch.inference_mode():
-        assert lists() == lists()
-
-
 def test_a_snapshot_keeps_nothing_alive() -> None:
     """Neither tensors nor modules: what is kept of a model between steps keeps no memory of it."""
 

@@ -1,5 +1,4 @@
-"""Names of the layers that Llama, Qwen2, Qwen3 and Mixtral do not have: latent attention, gated delta nets, Mamba,
-vision towers, stacked experts with biases."""
+"""Names of the layers of the families of models that are known: tables, told apart by the configuration."""
 
 from __future__ import annotations
 
@@ -26,9 +25,9 @@ _VISION = {
 """Class of a model with a tower -> the tower's place in it, in the checkpoint, and that of the language model there."""
 
 
-def family_of(config: Any, kind: str) -> Find | None:
-    """Return the names of DeepSeek-V3, Qwen3-Next, Nemotron-H or gpt-oss, whichever a configuration is of; None for
-    others.
+def family_of(config: Any, kind: str) -> Find:
+    """Return the names of DeepSeek-V3, Qwen3-Next, Nemotron-H or gpt-oss, whichever a configuration is of; for others
+    those of Llama, Qwen2, Qwen3 and Mixtral.
 
     Args:
         config: the model's TransformerConfig.
@@ -42,7 +41,8 @@ def family_of(config: Any, kind: str) -> Find | None:
         return _finder(_TOP, _qwen3_next(), "model.layers.", _plain_expert("mlp", gated=True))
     if getattr(config, "softmax_type", "vanilla") == "learnable":
         return _finder(_TOP, _gpt_oss(), "model.layers.", _gpt_oss_expert)
-    return None
+    qwen = config.qk_layernorm or config.add_qkv_bias
+    return _finder(_TOP, _usual(qwen), "model.layers.", _plain_expert("mlp", gated=True) if qwen else _mixtral_expert)
 
 
 def within_vision(paths: list[str], text: Find, moe: bool) -> Find | None:
@@ -125,6 +125,12 @@ def _plain_expert(at: str, *, gated: bool) -> Callable[[str, str, str], Any]:
     return names
 
 
+def _mixtral_expert(linear: str, kind: str, number: str) -> str | Mapping[str, str]:
+    inside = f"block_sparse_moe.experts.{number}"
+    fc1 = {"gate": f"{inside}.w1.{kind}", "up": f"{inside}.w3.{kind}"}
+    return fc1 if linear == "linear_fc1" else f"{inside}.w2.{kind}"
+
+
 def _gpt_oss_expert(linear: str, kind: str, number: str) -> str | Mapping[str, str]:
     tail = "_bias" if kind == "bias" else ""
     if linear == "linear_fc2":
@@ -141,10 +147,10 @@ def _attention(at: str = "self_attn") -> dict[str, str | Mapping[str, str]]:
     return table
 
 
-def _mlp(at: str, hf: str) -> dict[str, str | Mapping[str, str]]:
+def _mlp(at: str, hf: str, kind: str = "weight") -> dict[str, str | Mapping[str, str]]:
     return {
-        f"{at}.linear_fc1.weight": {key: f"{hf}.{key}_proj.weight" for key in _GATED},
-        f"{at}.linear_fc2.weight": f"{hf}.down_proj.weight",
+        f"{at}.linear_fc1.{kind}": {key: f"{hf}.{key}_proj.{kind}" for key in _GATED},
+        f"{at}.linear_fc2.{kind}": f"{hf}.down_proj.{kind}",
     }
 
 
@@ -153,6 +159,20 @@ _NORMS = {
     "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
 }
+
+
+def _usual(qwen: bool) -> Table:
+    table: dict[str, str | Mapping[str, str]] = {
+        **_NORMS,
+        **_attention(),
+        "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+        "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+        "mlp.router.weight": f"{'mlp' if qwen else 'block_sparse_moe'}.gate.weight",
+        "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
+    }
+    for kind in ("weight", "bias"):
+        table |= _mlp("mlp", "mlp", kind) | _mlp("mlp.shared_experts", "mlp.shared_expert", kind)
+    return table
 
 
 def _deepseek() -> Table:

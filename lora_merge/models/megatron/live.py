@@ -71,7 +71,7 @@ class Megatron:
         if adapters not in self._snapshots:
             c = self._chunks
             # The function that names parameters is kept, not its `id`: another one may stand for other names.
-            taking = Taking(self.key, "adapters" if adapters else "base")
+            taking = Taking()
             taking.taken.facts.extend((c.vocab_size, c.names))
             for chunk in c.list:
                 for seen in trail(chunk):

@@ -20,9 +20,6 @@ each expert whatever holds them, layer norms under the linear that they precede 
 where Megatron-Bridge is installed, its mappings serve: see `bridge_names`.
 """
 
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
-
 
 def names_of(config: Any, kind: str = "GPTModel", outer: Sequence[str] = ()) -> Names:
     """Return the names of the checkpoints of Llama, Qwen2, Qwen3, Qwen2-MoE, Qwen3-MoE, Mixtral, DeepSeek-V3,
@@ -38,7 +35,7 @@ def names_of(config: Any, kind: str = "GPTModel", outer: Sequence[str] = ()) -> 
     Raises:
         InvalidInput: a model around a language model whose names are not known.
     """
-    text = family_of(config, kind) or _usual(config)
+    text = family_of(config, kind)
     if not outer:
         return text
     found = within_vision(list(outer), text, bool(config.num_moe_experts))
@@ -48,59 +45,6 @@ def names_of(config: Any, kind: str = "GPTModel", outer: Sequence[str] = ()) -> 
             "those of Megatron-Bridge: Chunks(chunks, names=bridge_names(bridge._model_bridge.mapping_registry()))"
         )
     return found
-
-
-def _usual(config: Any) -> Names:
-    qwen = config.qk_layernorm or config.add_qkv_bias
-    moe, gate, down, up = (
-        ("mlp", "gate_proj", "down_proj", "up_proj") if qwen else ("block_sparse_moe", "w1", "w2", "w3")
-    )
-    top = {
-        "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-        "decoder.final_layernorm.weight": "model.norm.weight",
-        "output_layer.weight": "lm_head.weight",
-    }
-    layer: dict[str, HF] = {
-        "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-        "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-        "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-        "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
-        "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-        "mlp.router.weight": f"{moe}.gate.weight",
-        "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
-    }
-    for kind in ("weight", "bias"):
-        layer |= {
-            f"self_attention.linear_qkv.{kind}": {key: f"self_attn.{key}_proj.{kind}" for key in "qkv"},
-            f"self_attention.linear_proj.{kind}": f"self_attn.o_proj.{kind}",
-            f"mlp.linear_fc1.{kind}": {key: f"mlp.{key}_proj.{kind}" for key in ("gate", "up")},
-            f"mlp.linear_fc2.{kind}": f"mlp.down_proj.{kind}",
-            f"mlp.shared_experts.linear_fc1.{kind}": {
-                key: f"mlp.shared_expert.{key}_proj.{kind}" for key in ("gate", "up")
-            },
-            f"mlp.shared_experts.linear_fc2.{kind}": f"mlp.shared_expert.down_proj.{kind}",
-        }
-
-    def names(name: str) -> HF | None:
-        found = _LAYER.fullmatch(name)
-        if found is None:
-            return top.get(name)
-        index, rest = found.groups()
-        expert = _EXPERT.fullmatch(rest)
-        hf: HF | None
-        if expert is None:
-            hf = layer.get(rest)
-        else:
-            linear, kind, number = expert.groups()
-            inside = f"{moe}.experts.{number}"
-            fc1 = {"gate": f"{inside}.{gate}.{kind}", "up": f"{inside}.{up}.{kind}"}
-            hf = fc1 if linear == "linear_fc1" else f"{inside}.{down}.{kind}"
-        prefix = f"model.layers.{index}."
-        if hf is None or isinstance(hf, str):
-            return hf and prefix + hf
-        return {key: prefix + value for key, value in hf.items()}
-
-    return names
 
 
 def bridge_names(registry: Any) -> Names:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from ...errors import InvalidInput, UnsupportedAdapter
 from ...names import lineage
+from .layer import PARAMETER, SWAPPED
 
-_WRAPPER = "peft.tuners.lora.layer.ParamWrapper"
 _APART = re.compile(r"^(?P<module>.*(?:\.experts\.\d+\.|\.)(?P<name>\w+))\.lora_A\.weight$")
 _FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"),
@@ -35,7 +35,7 @@ _FUSED = {
 def _wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield PEFT's layers for parameters that no linear layer holds."""
     for name, module in model.named_modules():
-        if _WRAPPER in lineage(type(module)):
+        if PARAMETER in lineage(type(module)):
             yield name, module
 
 
@@ -67,7 +67,7 @@ def as_laid_out_here(
         fitting = [
             turned for turned in (False, True) if sides == (shape[2 if turned else 1], shape[1 if turned else 2])
         ]
-        here = bool(getattr(layer, "_did_swap_in_out_features", False))
+        here = bool(getattr(layer, SWAPPED, False))
         there = fitting[0] if len(fitting) == 1 else here
         if len(fitting) == 2:
             there = _written(folder, said, name, bool(getattr(layer.get_base_layer(), "is_transposed", False)))

@@ -73,7 +73,7 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
         import transformers  # noqa: F401
         from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
     folder = Path(folder)
-    said = _config_of(folder)
+    said = config_of(folder)
     check_kind(folder, said)
     file = file_of(folder)
     if file is None:
@@ -222,10 +222,10 @@ def _mark_whole(folder: Path, model: nn.Module, saved: set[str], bias: str) -> N
 
 def needs_values(folder: str | Path) -> bool:
     """Return True if what the adapter adds depends on the base's weights: DoRA's factors of rows do."""
-    return bool(_config_of(Path(folder)).get("use_dora"))
+    return bool(config_of(Path(folder)).get("use_dora"))
 
 
-def _config_of(folder: Path) -> dict[str, Any]:
+def config_of(folder: Path) -> dict[str, Any]:
     """Return what an adapter's configuration says."""
     if not (folder / CONFIG).is_file():
         raise InvalidInput(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
@@ -98,11 +99,7 @@ def part_of(layer: PeftLayer, kind: str, adapter: str) -> nn.Module:
     return innermost(layer._modules[kind]._modules[adapter])
 
 
-_kinds: dict[type, str | None] = {}
-
-
+@cache
 def peft_class(cls: type) -> str | None:
     """Return the path of the base class of PEFT's that a class descends from: TUNER_LAYER, PEFT_MODEL or None."""
-    if cls not in _kinds:
-        _kinds[cls] = next((path for path in lineage(cls) if path in (TUNER_LAYER, PEFT_MODEL)), None)
-    return _kinds[cls]
+    return next((path for path in lineage(cls) if path in (TUNER_LAYER, PEFT_MODEL)), None)

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from ...errors import InvalidInput
 from ...names import lineage, unwrapped
-from ..conversion import loading_names
+from ..conversion import PRETRAINED, loading_names
 from .tying import target_tied
 
-_PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
 _FRONT = "base_model.model."
 _INNER = ("base_layer", "modules_to_save", "token_adapter", "original_module")
 """Children of PEFT's layers that stand in keys between a module's name and a tensor's."""
@@ -294,12 +293,12 @@ def _parts(base: nn.Module) -> Iterator[View]:
     """Yield the models that are trained on parts of a base: those in it, and language models around a text model in
     it."""
     for name, module in base.named_modules():
-        if name and _PRETRAINED in lineage(type(module)):
+        if name and PRETRAINED in lineage(type(module)):
             yield View(module, {"": name}, loading_names(module))
     yield from _encoders(base)
     for head in _language_models(base):
         # Not by base_model_prefix: that of MllamaForCausalLM is no name in it.
-        prefix, inner = next((c for c in head.named_children() if _PRETRAINED in lineage(type(c[1]))), ("", None))
+        prefix, inner = next((c for c in head.named_children() if PRETRAINED in lineage(type(c[1]))), ("", None))
         for name, module in base.named_modules():
             if inner is None or type(module) is not type(inner) or _sizes(module) != _sizes(inner):
                 continue
@@ -323,7 +322,7 @@ def _encoders(base: nn.Module) -> Iterator[View]:
 
     mapping = transformers.AutoModelForTextEncoding._model_mapping
     for name, module in base.named_modules():
-        cls = mapping.get(type(getattr(module, "config", None)), None) if _PRETRAINED in lineage(type(module)) else None
+        cls = mapping.get(type(getattr(module, "config", None)), None) if PRETRAINED in lineage(type(module)) else None
         if not isinstance(cls, type) or isinstance(module, cls):
             continue
         around: Any = _language_model(cls, module.config)

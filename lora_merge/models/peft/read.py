@@ -128,8 +128,8 @@ def read_adapters(model: nn.Module, layout: Layout | None = None) -> Adapters:
     layer_name, seen, bare, adapted = "", set(), {}, set()
     classes: dict[str, type] = {}
     for name, module in walk(model):
-        classes[name] = type(module)
-        kind = peft_class(type(module))
+        cls: type = type(module)
+        classes[name], kind = cls, peft_class(cls)
         if kind == TUNER_LAYER:
             layer_name = name
         elif name != layer_name:
