@@ -7,7 +7,6 @@ exported (the memory of vLLM's sleep mode and SGLang's memory saver, expandable 
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import os
 import re
@@ -131,14 +130,14 @@ class _Exporter:
 
     def __init__(self) -> None:
         self._files: SharedFiles | None = None
-        self._handles: dict[int, bytes] = {}
+        self._handles: dict[int, str] = {}
 
     def __call__(self, storage: torch.UntypedStorage, mark: int) -> tuple[dict[str, Any], int]:
         """Return how a storage is mapped, and its offset; raise `NotExported` if it cannot be. `mark` is of its
         allocation, as the next one at the same address may have the same handle."""
         if storage.device.type == "cuda":
             handle, nbytes, offset = exported(storage, self._handles)
-            return {"handle": base64.b64encode(handle).decode(), "nbytes": nbytes, "mark": mark}, offset
+            return {"handle": handle, "nbytes": nbytes, "mark": mark}, offset
         self._files = self._files or SharedFiles()
         path, file, nbytes, offset = self._files.exported(storage)
         return {"path": path, "file": file, "nbytes": nbytes}, offset
@@ -189,7 +188,7 @@ class MappedMemory:
             if not re.fullmatch(rf"/proc/{pid}/fd/\d+", path) or SHARED not in Path(path).readlink().parents:
                 raise RuntimeError(f"{path!r} is not shared memory of process {pid}")
             return _opened(path, spec["file"], spec["nbytes"])
-        self._memory.append(CudaMemory(spec["nbytes"], device, base64.b64decode(spec["handle"])))
+        self._memory.append(CudaMemory(spec["nbytes"], device, spec["handle"]))
         return self._memory[-1].tensor
 
     def close(self) -> None:
