@@ -57,10 +57,7 @@ _CHANGES: dict[str, tuple[frozenset[str], str]] = {
     "switch": (frozenset({"base", "adapter"}), "brought"),  # a version of an adapter is the newest from now on
     "evict": (frozenset({"adapter"}), "base"),  # the engine dropped the adapter
     "drop": (frozenset({"merged"}), "brought"),  # the engine dropped some of the tenants
-    "return": (
-        _ANY,
-        "nothing",
-    ),  # who shared its weights has brought back those that it started with
+    "return": (_ANY, "nothing"),  # who shared its weights has brought back those that it started with
 }
 
 

@@ -190,6 +190,9 @@ class BucketPayload(Payload):
     def sent(self) -> Any:
         return self
 
+    def alone(self, index: int) -> bool:
+        return not self.collective
+
     def direct_buckets(self, names: Container[str]) -> frozenset[int]:
         """Return none: workers make their own tensors of what they get."""
         return frozenset()

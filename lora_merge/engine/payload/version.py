@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ...stream.buckets import to_json
 from ..transport.routing import Route
 from .adapter import AdapterSource
 from .base import Payload, Terms, WireSpecs, WorkerOp
@@ -28,5 +27,5 @@ class VersionPayload(Payload):
         return self._source
 
     def transfer_op(self, terms: Terms, route: Route, comes: WireSpecs | None) -> WorkerOp | None:
-        message = {"table": to_json(self._source.table), "rank": self._source.rank, "state": terms.state.to_json()}
-        return WorkerOp("stage_version" if self.staged else "receive_version", message)
+        received = self._source.transfer_op(terms, route, comes)
+        return received._replace(op="stage_version" if self.staged else "receive_version")

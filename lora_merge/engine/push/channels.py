@@ -99,7 +99,7 @@ class Trainer(TrainerRanks):
         if failures:
             for mapped in made.values():
                 mapped.close()
-            direct, made = DirectWriteSet(frozenset(), failures[0]), {}
+            direct, made = DirectWriteSet(why=failures[0]), {}
         self._mapped[source.digest] = _Mapping(key, direct, made, united(made.values()))
         return direct
 
@@ -124,13 +124,9 @@ class Trainer(TrainerRanks):
         for (r, w), rank in away.items():
             writers = [trainer for trainer in trainers if trainer["group"] == trainers[rank]["group"]]
             if any((trainer["device"] == "cpu") != (workers[r, w].device == "cpu") for trainer in writers):
-                return DirectWriteSet(
-                    frozenset(), f"worker {w} of engine {r} is on a GPU and the trainer is not, or vice versa"
-                )
+                return DirectWriteSet(why=f"worker {w} of engine {r} is on a GPU and the trainer is not, or vice versa")
             if any(trainer["host"] != workers[r, w].host for trainer in writers):
-                return DirectWriteSet(
-                    frozenset(), f"worker {w} of engine {r} shares no memory with every rank that would write"
-                )
+                return DirectWriteSet(why=f"worker {w} of engine {r} shares no memory with every rank that would write")
         return direct([found[place] for place in away])
 
     async def unmap(self, digest: str) -> None:

@@ -64,11 +64,10 @@ class Pusher:
     ) -> None:
         self._trainer, self._planner, self._sequence = trainer, planner, EngineSequence(trainer.name, pause, cache)
         self._mode, self._rounding, self._healing = mode, rounding, healing
-        self._computing, self._warned_of_differences = computing, set[tuple[int, str]]()
+        self._computing, self._warned = computing, set[tuple[int, str]]()
         self._closed = self._held = False
         self._pushed: State | None = None
         self._floor = 0  # the last version that requests could name: an engine that was started anew counts from 1
-        self._warned_of_calibrated: set[int] = set()
         self._lost, self._warned_of_lost = lost, dict[int, str]()
         self._gone: Mapping[int, str] = {}  # the engines that are left out of this push -> why
         self._present = frozenset[int]()  # the others
@@ -300,7 +299,7 @@ class Pusher:
         replicas = await self._introduce(*known, work)
         for replica in replicas:
             self._sequence.check(replica)
-        report.differs = warn_of_differences(replicas, self._computing(), self._warned_of_differences)
+        report.differs = warn_of_differences(replicas, self._computing(), self._warned)
         report.skipped = self._gone
         # A later part of the same push keeps the number, unless an engine has had it, or a higher one, from elsewhere.
         if any(r.newest >= report.version or r.state.version > report.version for r in replicas):
@@ -385,7 +384,7 @@ class Pusher:
         report.coverage = None if None in shares else min(share or 0.0 for share in shares)
         report.reloaded = max((replica.reloaded for replica in replicas), default=0)
         if state.kind != "base":  # whose weights the scales are of
-            report.calibrated = warn_of_calibrated(replicas, self._warned_of_calibrated)
+            report.calibrated = warn_of_calibrated(replicas, self._warned)
 
     def _keep_mode(self, mode: str, replicas: Sequence[Replica], held: Mapping[int, State]) -> None:
         """Set the mode back after a push that left every engine as it was.

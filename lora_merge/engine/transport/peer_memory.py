@@ -226,7 +226,7 @@ class DirectWriteSet(NamedTuple):
     """The names of the tensors that the trainer can write into every worker, the same on every rank; or `why` there are
     none."""
 
-    names: frozenset[str]
+    names: frozenset[str] = frozenset()
     why: str = ""
 
 
@@ -234,7 +234,7 @@ def direct(workers: Sequence[Found]) -> DirectWriteSet:
     """Find which tensors can be written straight into all of these workers."""
     why = next((worker["why"] for worker in workers if worker["why"]), "")
     if why or not workers:
-        return DirectWriteSet(frozenset(), why)
+        return DirectWriteSet(why=why)
     some = frozenset().union(*(worker["views"] for worker in workers))
     return DirectWriteSet(some.difference(*(worker["blocked"] for worker in workers)))
 

@@ -118,7 +118,7 @@ class WorkerSession:
         self.receiver: WorkerEnd | None = None
         self.tables: dict[str, Table] = {}
         self.lease = Lease()
-        self.loan: Callable[[], Loan | None] = _no_loan
+        self.loan: Callable[[], Loan | None] = lambda: None
         self.held, self.writing = State(), False
         self.served, self.served_tenants = self.held.kind, self.held.tenants
         self.incoming: IncomingPush | None = None
@@ -340,10 +340,6 @@ class WorkerSession:
         """Note whether the parameters hold the values of a bucket."""
         for name, same in self.loader.arrived(report, slots, data, placed).items():
             self.intact[name] = self.intact.get(name, True) and same
-
-
-def _no_loan() -> Loan | None:
-    return None
 
 
 def _watch(session: ref[WorkerSession], target: ref[PullTarget]) -> None:
