@@ -16,7 +16,8 @@ class VersionPayload(Payload):
     """
 
     writes = False
-    merges = True  # nothing is committed with it: a version is added when all workers of all engines have it
+    merges = True
+    finishes = False  # a version is added when all workers of all engines have it
     announced = False
 
     def __init__(self, source: AdapterSource, staged: bool) -> None:

@@ -223,15 +223,11 @@ class PullNegotiator:
         self._last = pull
         if pull is None:
             self._pulls.forget()
-            await self._let_go(replicas)
+            if self._trainer.offered:  # where a worker cannot unmap it, the next push asks again
+                await self._trainer.ask(replicas, "unmap_source", trainer=self._trainer.name)
+                self._trainer.offered = False
         self._refused = (None, (), "") if pull is not None or why == MOVED else (stream, who, why)
         return pull, why
-
-    async def _let_go(self, replicas: Sequence[Replica]) -> None:
-        """Have workers unmap what was offered. Where one fails, the next push asks again."""
-        if self._trainer.offered:
-            await self._trainer.ask(replicas, "unmap_source", trainer=self._trainer.name)
-            self._trainer.offered = False
 
     async def _offered(
         self, stream: BucketWriter, replicas: Sequence[Replica], workers: Sequence[WorkerInfo]
@@ -254,11 +250,13 @@ class PullNegotiator:
             why = MOVED
         if why:
             return None, why
-        blocked = frozenset(await self._blocked(stream, replicas))
+        # Tensors that some worker does not take as a box of a parameter, in their dtype.
+        found = await trainer.ask(replicas, "blocked_tensors", digest=stream.digest)
+        blocked = frozenset(name for some in found.values() for answer in some for name in answer["blocked"])
         pull, exported = await trainer.keep_and_gather(self._make(stream, blocked))
-        sources = [found | rank for found, rank in zip(exported, ranks, strict=True)]
-        why = next((found["why"] for found in sources if found["why"]), "")
-        if len({found.pop("digest") for found in sources}) > 1:
+        sources = [memory | rank for memory, rank in zip(exported, ranks, strict=True)]
+        why = next((source["why"] for source in sources if source["why"]), "")
+        if len({source.pop("digest") for source in sources}) > 1:
             why = why or "the adapters of some ranks lie in memory that can be mapped, those of others do not"
         why = why or await self._map(pull, sources, replicas)
         if why:
@@ -269,11 +267,6 @@ class PullNegotiator:
     async def _make(self, stream: BucketWriter, blocked: frozenset[str]) -> tuple[PullSource, dict[str, Any]]:
         pull = await self._trainer.blocking(lambda: self._pulls(stream, blocked))
         return pull, {**pull.exported(), "digest": pull.digest}
-
-    async def _blocked(self, stream: BucketWriter, replicas: Sequence[Replica]) -> set[str]:
-        """Return the names of the tensors that some worker does not take as a box of a parameter, in their dtype."""
-        answers = await self._trainer.ask(replicas, "blocked_tensors", digest=stream.digest)
-        return {name for workers in answers.values() for answer in workers for name in answer["blocked"]}
 
     async def _map(self, pull: PullSource, sources: Sequence[dict[str, Any]], replicas: Sequence[Replica]) -> str:
         """Have workers map what the ranks export; return why one cannot, "" where all have."""

@@ -35,6 +35,11 @@ class Place(NamedTuple):
         owner, attribute = self.owners[0]
         return owner._parameters.get(attribute)
 
+    def put(self, parameter: Tensor) -> None:
+        """Put another parameter in its place: PyTorch lets none change between meta and a device."""
+        for owner, attribute in self.owners:
+            owner._parameters[attribute] = parameter  # type: ignore[assignment]
+
 
 class Apart(NamedTuple):
     """A tensor that the trainer holds by itself, and why."""
