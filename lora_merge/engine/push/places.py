@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...names import named_tensors
-from ...shards import Box
+from ...shards import Box, cut
 from ...stream.bucket_writer import BucketWriter
 from ...stream.direct_targets import DirectTargets
 from ...stream.source import Entry
@@ -144,9 +144,7 @@ def joined(shape: Sequence[int], pieces: Sequence[tuple[Box, Tensor]]) -> Tensor
             return None
         whole = empty.set_(storage, first.storage_offset(), torch.Size(shape), strides)
     for (start, size), view in pieces:
-        there = whole
-        for dim, (begin, count) in enumerate(zip(start, size, strict=True)):
-            there = there.narrow(dim, begin, count)
+        there = cut(whole, (start, size))
         if there.data_ptr() != view.data_ptr() or view.untyped_storage().data_ptr() != storage.data_ptr():
             return None
         if any(n > 1 and a != b for n, a, b in zip(size, there.stride(), view.stride(), strict=True)):

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...shards import Box
 from ...stream.buckets import dtype_name, dtype_of
 from ...stream.direct_targets import DirectTargets
-from .base import TrainerEnd, WorkerEnd
+from .base import TrainerEnd
 from .liveness import SHARED
 from .memory import CudaMemory, NotExported, SharedFiles, allocations, exported
 
@@ -249,10 +249,6 @@ def united(mapped: Iterable[MappedMemory]) -> DirectTargets:
 
 
 class WriteSender(TrainerEnd):
-    """No buckets: the trainer writes through the `targets` of a `Route`."""
+    """No buckets: the trainer writes through the `targets` of a `Route`, and the worker takes nothing."""
 
     needs_buffers = False
-
-
-class WriteReceiver(WorkerEnd):
-    """Takes nothing."""

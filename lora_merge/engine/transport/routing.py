@@ -36,7 +36,7 @@ from .liveness import host_id
 from .local import LocalReceiver, LocalSender
 from .mailbox import IpcSender, MailboxReceiver, ShmSender
 from .nccl import NcclReceiver, NcclSender
-from .peer_memory import WriteReceiver, WriteSender
+from .peer_memory import WriteSender
 from .tcp_receiver import TcpReceiver
 from .tcp_sender import TcpSender
 
@@ -56,7 +56,7 @@ TRANSPORTS = {
     "local": Transport(LocalSender, LocalReceiver),
     "shm": Transport(ShmSender, MailboxReceiver),
     "ipc": Transport(IpcSender, MailboxReceiver),
-    "write": Transport(WriteSender, WriteReceiver),
+    "write": Transport(WriteSender, WorkerEnd),
 }
 """All that have ends, by name. `assign` takes the first one that reaches a worker, and a bucket is handed over in this
 order: first to those that only enqueue it. (A pull needs no end: the worker has mapped what it reads.)"""
