@@ -67,7 +67,7 @@ def after_ctrl_c(engine: Halted, replicas: list[Replica]) -> list[str]:
     """What the engine is asked then."""
     pushes = Pusher(Trainer([engine], Ranks()), SimpleNamespace(), pause="keep", mode="adapter")  # type: ignore[arg-type]
     pushes._sequence.begin(pushes._trainer.name)
-    drive(pushes._back(replicas, dict.fromkeys(range(len(replicas)), OLD), NEW, "lora_merge", {}))
+    drive(pushes._back(replicas, dict.fromkeys(range(len(replicas)), OLD), NEW, "lora_merge"))
     return [name for message in engine.messages for name in message]
 
 
