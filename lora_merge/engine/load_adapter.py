@@ -234,20 +234,6 @@ def _trainer_of(engine: Any) -> Trainer:
     return Trainer(controls, Ranks())
 
 
-class _Delegate(Planner):
-    """Plans by another planner for each push."""
-
-    inner = Planner()
-
-    def release(self) -> None:
-        self.inner.release()
-
-    async def __call__(
-        self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: BucketWriter | None
-    ) -> list[Transfer]:
-        return await self.inner(replicas, report, verify, read)
-
-
 class AdapterLoader:
     """Loads one adapter after another into an engine, which receives each while it generates.
 
@@ -264,8 +250,8 @@ class AdapterLoader:
         self, engine: Any, *, pause: Pause = "keep", cache: Cache = "reset", device: str | torch.device = "cpu"
     ) -> None:
         check_blocking(engine)
-        self._trainer, self._planner, self._device = _trainer_of(engine), _Delegate(), check_device(device)
-        self._pusher = Pusher(self._trainer, self._planner, pause=pause, cache=cache, mode="merged", healing=_HEALING)
+        self._trainer, self._device = _trainer_of(engine), check_device(device)
+        self._pusher = Pusher(self._trainer, Planner(), pause=pause, cache=cache, mode="merged", healing=_HEALING)
 
     def load(
         self, folder: Path, *, base: str | Path | None, name: str, trained_on: Mapping[str, Mapping[str, str]]
@@ -276,7 +262,7 @@ class AdapterLoader:
             folder, base, name: as there.
             trained_on: as of `LoadPlanner`.
         """
-        self._planner.inner = LoadPlanner(
+        self._pusher._planner = LoadPlanner(
             self._trainer, folder, base, name, self._device, stages=True, trained_on=trained_on
         )
         return drive(self._pusher._push(None, False))

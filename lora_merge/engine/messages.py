@@ -13,8 +13,6 @@ from .state import State
 _T = TypeVar("_T")
 ANOTHER_SIZE = "another size: "
 """How a worker's reason begins where a tensor is refused for its size: `[256, 64] here and [256, 128] there`."""
-
-
 NO_PART = "no part of that name: "
 """How it begins where the engine's model has nothing of that name."""
 TIED = "tied to "

@@ -56,10 +56,7 @@ _CHANGES: dict[str, tuple[frozenset[str], str]] = {
     "overwrite": (WEIGHTS, "dirty"),  # something else wrote to the weights: a sleep, a reload
     "switch": (frozenset({"base", "adapter"}), "brought"),  # a version of an adapter is the newest from now on
     "evict": (frozenset({"adapter"}), "base"),  # the engine dropped the adapter
-    "return": (
-        _ANY,
-        "nothing",
-    ),  # who shared its weights has brought back those that it started with
+    "return": (_ANY, "nothing"),  # who shared its weights has brought back those that it started with
 }
 
 

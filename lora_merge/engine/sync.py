@@ -194,7 +194,7 @@ class EngineSync(VersionPusher):
         """
         if any(control.suspends for control in self._trainer.controls):
             raise InvalidInput(f"{self.awaited} has to be awaited: use `await apush()` in its event loop")
-        return drive(self._push_tenants(mode, verify, hottest, keep))
+        return drive(self.apush(mode=mode, keep=keep, verify=verify, hottest=hottest))
 
     async def apush(
         self, *, mode: Mode | None = None, keep: int | None = None, verify: bool = False, hottest: str | None = None
@@ -205,7 +205,17 @@ class EngineSync(VersionPusher):
 
         The loop keeps running meanwhile.
         """
-        return await self._push_tenants(mode, verify, hottest, keep)
+        tenants = self._tenants
+        if tenants is None:
+            if hottest is not None:
+                raise InvalidInput(f"hottest={hottest!r} names one of tenants, and this {type(self).__name__} has none")
+            return await self._push(mode, verify, keep=keep)
+        tenants.check_model()
+        if hottest is not None:
+            tenants.check(hottest, "hottest")
+        if mode not in (None, "merged"):
+            raise InvalidInput(f"tenants are served beside merged weights, so mode must be 'merged', got {mode!r}")
+        return await self._push(mode, verify, partial(tenants.pushing, hottest, self._weights), keep)
 
     def check(self) -> None:
         """Check that the engines whose handles this rank holds still hold what was pushed last. Not collective.
@@ -287,20 +297,6 @@ class EngineSync(VersionPusher):
             )
         return Tenants(names, model)
 
-    async def _push_tenants(self, mode: str | None, verify: bool, hottest: str | None, keep: int | None) -> SyncReport:
-        """Push, and merge one tenant where there are some."""
-        tenants = self._tenants
-        if tenants is None:
-            if hottest is not None:
-                raise InvalidInput(f"hottest={hottest!r} names one of tenants, and this {type(self).__name__} has none")
-            return await self._push(mode, verify, keep=keep)
-        tenants.check_model()
-        if hottest is not None:
-            tenants.check(hottest, "hottest")
-        if mode not in (None, "merged"):
-            raise InvalidInput(f"tenants are served beside merged weights, so mode must be 'merged', got {mode!r}")
-        return await self._push(mode, verify, partial(tenants.pushing, hottest, self._weights), keep)
-
     async def _push(
         self,
         mode: str | None,
@@ -308,16 +304,22 @@ class EngineSync(VersionPusher):
         within: Callable[[], AbstractContextManager[None]] = nullcontext,
         keep: int | None = None,
     ) -> SyncReport:
-        if mode is None:
-            mode = self._mode
+        mode = self._mode if mode is None else mode
         check_choice("mode", mode, Mode)
         before = self._keep
         self._keep = self._checked_keep(mode, keep)
         try:
-            return await self._pushed_as(mode, verify, within)
+            _check_kept(self._sequence.cache, mode)
+            _check_served(self._weights, mode)
+            if self.sharing is not None:
+                self.sharing.lay_again()
+            report = await super()._push(mode, verify, within)
         except (PushRefused, InvalidInput, UnsupportedAdapter, AlreadyMerged):  # every engine is as before
             self._keep = before
             raise
+        if self.sharing is not None:
+            self.sharing.pushed()
+        return report
 
     def _checked_keep(self, mode: str, keep: int | None) -> int:
         """Return how many versions are kept from now on."""
@@ -331,18 +333,6 @@ class EngineSync(VersionPusher):
                 f"mode={mode!r}"
             )
         return keep
-
-    async def _pushed_as(
-        self, mode: str, verify: bool, within: Callable[[], AbstractContextManager[None]]
-    ) -> SyncReport:
-        _check_kept(self._sequence.cache, mode)
-        _check_served(self._weights, mode)
-        if self.sharing is not None:
-            self.sharing.lay_again()
-        report = await super()._push(mode, verify, within)
-        if self.sharing is not None:
-            self.sharing.pushed()
-        return report
 
 
 def _check_kept(cache: Cache, mode: str) -> None:

@@ -21,9 +21,10 @@ from processes import leaving_nothing, shared
 
 from lora_merge.engine.transport import tcp_link as links
 from lora_merge.engine.transport import tcp_sender as outbox
+from lora_merge.engine.transport.base import Expected, WorkerEnd
 from lora_merge.engine.transport.liveness import TransferAborted
 from lora_merge.engine.transport.memory import shared_path
-from lora_merge.engine.transport.receiver import Receiver
+from lora_merge.engine.transport.routing import worker_end
 from lora_merge.engine.transport.sender import Sender
 from lora_merge.engine.transport.tcp_link import Frame, Kind
 from lora_merge.engine.transport.tcp_receiver import TcpReceiver
@@ -61,16 +62,16 @@ class Taking:
     def __init__(self, channel: dict[str, Any], sizes: dict[int, int] = SIZES, pause: float = 0) -> None:
         self.seen: list[int] = []
         self.error = ""
-        self.receiver: Receiver | None = None
+        self.receiver: WorkerEnd | None = None
         self._go, self._channel, self._sizes, self._pause = threading.Event(), channel, sizes, pause
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
     def _work(self) -> None:
         try:
-            self.receiver = Receiver(self._channel, CPU)
+            self.receiver = worker_end(self._channel, CPU)
             self._go.wait(SOON_S)
-            for received in self.receiver.receive(self._sizes):
+            for received in self.receiver.receive(Expected(self._sizes)):
                 assert received.data is not None
                 assert (received.data[:1000] == received.index + 1).all()
                 self.seen.append(received.index)
@@ -476,12 +477,12 @@ def test_a_trainers_children_do_not_keep_its_connections() -> None:
     pipe, theirs = processes.Pipe()
     process = processes.Process(target=fork_and_die, args=(theirs,), daemon=True)
     process.start()
-    receiver = Receiver(pipe.recv(), CPU)
+    receiver = worker_end(pipe.recv(), CPU)
     assert pipe.recv() == "begun"
     pipe.send("go")
     began = time.monotonic()
     with pytest.raises(TransferAborted, match="the trainer died, or left"):
-        list(receiver.receive(SIZES))
+        list(receiver.receive(Expected(SIZES)))
     assert time.monotonic() - began < SOON_S / 2
     receiver.close()
     process.join(SOON_S)
@@ -495,7 +496,7 @@ def test_the_kernel_watches_both_ends() -> None:
     ends = [member.link for member in tcp(ours)._members.values()]
     while worker.receiver is None:
         time.sleep(0.01)
-    inbox = worker.receiver.end
+    inbox = worker.receiver
     assert isinstance(inbox, TcpReceiver)
     for link in (*ends, inbox._link):
         assert link is not None

@@ -115,7 +115,7 @@ def push(engine: Engine) -> tuple[Replica, str]:
         drive(go())
     except Exception as raised:
         error = one.error = f"{type(raised).__name__}: {raised}"
-    drive(steps.go_on(one, {}))
+    drive(steps.go_on(one))
     return one, error
 
 

@@ -143,7 +143,7 @@ def push(one: Replica, steps: EngineSequence, *, written: bool = False, merges: 
     except Exception as error:
         one.error = f"{type(error).__name__}: {error}"
     try:
-        drive(steps.go_on(one, {}))
+        drive(steps.go_on(one))
     except Exception as error:
         one.error = one.error or f"{type(error).__name__}: {error}"
     return one.error
@@ -237,8 +237,9 @@ def test_requests_that_a_user_has_kept_do_not_go_on_in_another_mode(pause: str) 
     assert engine.messages == [["stands"]]
     assert engine.still
     slept = replica(Engine(paused=True))
+    slept.slept = 1
     drive(
-        EngineSequence("mine", pause).pause(slept, "adapter", {0: 1}, brought=State("adapter", 1))
+        EngineSequence("mine", pause).pause(slept, "adapter", brought=State("adapter", 1))
     )  # vLLM says so of an engine that a push woke, too
     works_in_calls = replica(Actor(paused=True))
     drive(EngineSequence("mine", pause).pause(works_in_calls, "adapter", brought=State("adapter", 1)))
@@ -365,7 +366,7 @@ def test_an_engine_that_was_never_asked_is_not_paused() -> None:
     one, steps = replica(engine := Engine()), EngineSequence("mine", "keep")
     drive(steps.pause(one, "merged", brought=State("merged", 1)))
     one.error = "another rank's"
-    drive(steps.go_on(one, {}))
+    drive(steps.go_on(one))
     assert engine.messages == [["end"]]
     assert not one.queued_calls
 
@@ -386,7 +387,7 @@ def test_an_engine_that_has_gone_on_is_left_alone_when_another_rank_fails() -> N
     one, steps = replica(engine := Engine()), EngineSequence("mine", "keep")
     assert not push(one, steps)
     one.error = "another rank's"
-    drive(steps.go_on(one, {}))
+    drive(steps.go_on(one))
     assert engine.messages == [PULLED]
 
 
@@ -406,6 +407,6 @@ def test_requests_for_a_mode_that_has_not_come_end(held: str, mode: str) -> None
         ended.append(adapter)
 
     engine.end_wrong_mode_requests = end  # type: ignore[method-assign]
-    drive(steps.go_on(one, {}))
+    drive(steps.go_on(one))
     assert ended == ([] if held == mode else [mode == "merged"])
     assert not engine.still

@@ -16,7 +16,7 @@ from workers import worker
 from lora_merge import InvalidInput, MergedWeights, PushFailed, PushRefused, train_merged
 from lora_merge.engine.control.base import Call
 from lora_merge.engine.control.calls import drive
-from lora_merge.engine.payload.adapter import AdapterSource, writer_of
+from lora_merge.engine.payload.adapter import AdapterBuilder, AdapterSource
 from lora_merge.engine.payload.base import Terms
 from lora_merge.engine.payload.tenants import (
     TenantsSource,
@@ -54,7 +54,7 @@ def model(dtype: torch.dtype = torch.float32) -> Any:
 
 def sources(policy: Any, dtype: torch.dtype) -> list[AdapterSource]:
     streams = [MergedWeights(policy, adapter_names=[name]) for name in NAMES]
-    return [AdapterSource(stream, writer_of(stream), dtype) for stream in streams]
+    return [AdapterBuilder(stream)(dtype) for stream in streams]
 
 
 def received(sent: TenantsSource) -> list[dict[str, Tensor]]:
@@ -146,7 +146,7 @@ def test_a_layout_of_many_tenants_is_said_once() -> None:
     for name in "abcd":
         policy.add_adapter(name, LoraConfig(r=4, target_modules="all-linear"))
     streams = [MergedWeights(policy, adapter_names=[name]) for name in ("hot", *"abcd")]
-    made = TenantsSource(("hot", *"abcd"), [AdapterSource(s, writer_of(s), torch.float32) for s in streams])
+    made = TenantsSource(("hot", *"abcd"), [AdapterBuilder(s)(torch.float32) for s in streams])
     assert len(made._layouts) == 1
     assert made._which == [0] * 5
     assert len({slot.name for slots in made.table for slot in slots}) == sum(map(len, made.table))

@@ -30,11 +30,11 @@ from lora_merge.engine.control.base import Control
 from lora_merge.engine.push.channels import Trainer
 from lora_merge.engine.push.replica import Replica
 from lora_merge.engine.transport import nccl
+from lora_merge.engine.transport.base import Expected
 from lora_merge.engine.transport.liveness import TransferAborted, host_id
 from lora_merge.engine.transport.memory import CudaMemory
-from lora_merge.engine.transport.receiver import Receiver
 from lora_merge.engine.transport.rendezvous import interface, reach_store, serve_store
-from lora_merge.engine.transport.routing import Route, assign, clash
+from lora_merge.engine.transport.routing import Route, assign, clash, worker_end
 from lora_merge.engine.transport.sender import Sender
 from lora_merge.shards.ranks import Ranks
 from lora_merge.stream.buckets import Meta, Table, extent, lay_out
@@ -48,7 +48,7 @@ LIMIT_S = 90
 SOON_S = 30
 """Time enough on a busy machine, and less than anything lasts that waits for somebody who does not come."""
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["torch", "lora_merge.engine.transport.receiver"])
+processes.set_forkserver_preload(["torch", "lora_merge.engine.transport.routing"])
 
 
 class Counting:
@@ -207,7 +207,7 @@ def work(channel: dict[str, Any], device: str, transfers: int, at: int, how: str
         torch.cuda.set_device(device)
     seen: list[Any] = []
     try:
-        receiver = Receiver(channel, torch.device(device))
+        receiver = worker_end(channel, torch.device(device))
         for _ in range(transfers):
             tell.send("open")
             sliced = tell.recv()
@@ -215,7 +215,7 @@ def work(channel: dict[str, Any], device: str, transfers: int, at: int, how: str
                 {"breaks": receiver.leave, "dies": die}[how]()
                 raise RuntimeError("consumer")
             sizes = SIZES if sliced is None else {index: SIZES[index] for index in sliced["sent"]}
-            with closing(receiver.receive(sizes, apart=() if sliced is None else sliced["apart"])) as buckets:
+            with closing(receiver.receive(Expected(sizes, apart=() if sliced is None else sliced["apart"]))) as buckets:
                 for received in buckets:
                     index, data = received.index, received.data
                     if how and index == at:
@@ -521,11 +521,11 @@ def test_a_trainer_that_is_killed_is_noticed(kind: tuple[str, str, str]) -> None
     pipe, theirs = processes.Pipe()
     process = processes.Process(target=train, args=(name, here, there, theirs), daemon=True)
     process.start()
-    receiver = Receiver(pipe.recv(), torch.device(there))
+    receiver = worker_end(pipe.recv(), torch.device(there))
     assert pipe.recv() == "begun"
     pipe.send("go")
     begin, seen = time.monotonic(), []
-    buckets = receiver.receive(SIZES)
+    buckets = receiver.receive(Expected(SIZES))
     with pytest.raises(TransferAborted, match="trainer"):
         seen += (received.index for received in buckets)
     assert time.monotonic() - begin < SOON_S
@@ -550,7 +550,7 @@ def test_workers_that_cannot_all_connect_do_not_wait(slow: str, monkeypatch: pyt
 
     def first() -> None:
         try:
-            Receiver(ours.channel(0, 0), CPU)
+            worker_end(ours.channel(0, 0), CPU)
         except TransferAborted as error:
             errors.append(error)
 
@@ -613,7 +613,7 @@ def test_a_worker_that_fails_while_the_communicator_is_made_holds_nobody_up(
 
     def worker() -> None:
         if how == "breaks":
-            Receiver(ours.channel(0, 0), CPU)
+            worker_end(ours.channel(0, 0), CPU)
         else:  # ready, then gone with its process: its control call ends, and it says no more
             channel = ours.channel(0, 0)
             nccl.Group(reach_store(channel["store"]), "0", 1, 2, CPU).join()
@@ -638,7 +638,7 @@ def test_a_trainer_that_dies_while_the_communicator_is_made_holds_nobody_up(monk
 
     monkeypatch.setattr(nccl, "Nccl", Breaks)
     ours = Sender({(0, 0): "nccl"}, NBYTES, CPU)
-    said = connect(ours, lambda: Receiver(ours.channel(0, 0), CPU))
+    said = connect(ours, lambda: worker_end(ours.channel(0, 0), CPU))
     assert said[0].startswith("TransferAborted: a member of the NCCL group could not join it: ")
     assert said[1] == "RuntimeError: injected"
 
@@ -669,7 +669,7 @@ def test_a_member_that_cannot_use_nccl_says_so_before_it_is_ready(slow: bool, mo
 
     monkeypatch.setattr(nccl, "Nccl", Checks)
     ours = Sender({(0, 0): "nccl"}, NBYTES, CPU)
-    said = connect(ours, lambda: Receiver(ours.channel(0, 0), CPU))
+    said = connect(ours, lambda: worker_end(ours.channel(0, 0), CPU))
     assert said[0] == "RuntimeError: vLLM cannot use NCCL here"
     assert said[1].endswith("vLLM cannot use NCCL here")
     assert said[1].startswith("TransferAborted")
@@ -739,10 +739,10 @@ def test_a_channel_that_the_trainer_has_closed_leaves_no_file(tmp_path: Path) ->
     ours.close()
     for _ in range(2):
         with pytest.raises(TransferAborted, match="closed its channel, or is gone; push again"):
-            Receiver(channel, CPU)
+            worker_end(channel, CPU)
     ours = Sender({(0, 0): "shm"}, NBYTES, CPU)
     with pytest.raises(InvalidInput, match=r"bytes, \d+ were announced"):
-        Receiver(ours.channel(0, 0) | {"words": 1 << 20}, CPU)
+        worker_end(ours.channel(0, 0) | {"words": 1 << 20}, CPU)
     ours.close()
 
 
@@ -752,7 +752,7 @@ def test_buckets_are_unmapped_when_a_receiver_closes() -> None:
 
     ours = Sender({(0, 0): "shm"}, NBYTES, CPU)
     before = mapped()
-    theirs = Receiver(ours.channel(0, 0), CPU)
+    theirs = worker_end(ours.channel(0, 0), CPU)
     assert mapped() > before
     theirs.close()
     assert mapped() == before
@@ -851,8 +851,8 @@ def test_a_stranger_is_not_heard_in_the_store() -> None:
 
 
 def pull(ours: Sender, until: int = BUCKETS, places: DirectTargets | None = None, compare: bool = False) -> list[int]:
-    receiver, seen = Receiver(ours.channel(0, 0), CPU), []
-    with closing(receiver.receive(SIZES, (), places, compare)) as buckets:
+    receiver, seen = worker_end(ours.channel(0, 0), CPU), []
+    with closing(receiver.receive(Expected(SIZES, (), places, compare))) as buckets:
         for received in buckets:
             if received.placed:
                 assert places is not None
@@ -996,11 +996,11 @@ def test_what_is_written_straight_is_handed_to_nobody_and_the_rest_is() -> None:
     source = Counting()
     route = Route.to(source, set(there), places, compare=False)
     assert route.sent == (1, 2, 6)
-    receiver, seen = Receiver(ours.channel(0, 0), CPU), []
+    receiver, seen = worker_end(ours.channel(0, 0), CPU), []
     ours.begin(source)
 
     def take() -> None:
-        for received in receiver.receive({index: SIZES[index] for index in route.sent}):
+        for received in receiver.receive(Expected({index: SIZES[index] for index in route.sent})):
             assert received.data is not None
             assert (received.data[:1000] == received.index + 1).all()
             seen.append(received.index)
@@ -1093,4 +1093,4 @@ def test_workers_that_take_most_by_themselves_are_served_by_a_rank_each() -> Non
 def test_only_buffers_of_ours_are_opened() -> None:
     channel = {"session": "s", "kind": "shm", "nbytes": 1, "mailbox": "/dev/shm/../../etc/passwd", "words": 1, "at": 2}
     with pytest.raises(InvalidInput, match="not a buffer"):
-        Receiver(channel, CPU)
+        worker_end(channel, CPU)

@@ -222,7 +222,7 @@ def test_a_trainer_that_dies_when_it_has_woken_an_engine(tmp_path: Path, monkeyp
 
         with monkeypatch.context() as patch:
             patch.setattr(type(sync), "_connect", die)
-            patch.setattr(type(sync), "_sleep_again", nothing)
+            patch.setattr(type(sync._sequence), "sleep_again", nothing)
             with pytest.raises(KeyboardInterrupt):
                 sync.push()
         assert torch.cuda.mem_get_info()[0] - awake > (asleep - awake) / 2, "the KV cache sleeps"

@@ -24,6 +24,7 @@ from lora_merge.engine.push.channels import Trainer
 from lora_merge.engine.push.pusher import Pusher
 from lora_merge.engine.push.replica import Replica
 from lora_merge.engine.state import State
+from lora_merge.engine.transport.base import Expected
 from lora_merge.engine.transport.liveness import host_id
 from lora_merge.engine.transport.sender import Sender
 from lora_merge.engine.worker.commands import OPERATIONS
@@ -66,7 +67,7 @@ def after_ctrl_c(engine: Halted, replicas: list[Replica]) -> list[str]:
     """What the engine is asked then."""
     pushes = Pusher(Trainer([engine], Ranks()), SimpleNamespace(), pause="keep", mode="adapter")  # type: ignore[arg-type]
     pushes._sequence.begin(pushes._trainer.name)
-    drive(pushes._back(replicas, dict.fromkeys(range(len(replicas)), OLD), NEW, "lora_merge", {}))
+    drive(pushes._back(replicas, dict.fromkeys(range(len(replicas)), OLD), NEW, "lora_merge"))
     return [name for message in engine.messages for name in message]
 
 
@@ -173,7 +174,7 @@ def test_a_refused_call_leaves_the_transfer_of_the_next_push_alone(op: str) -> N
     serving = threading.Thread(target=sender.serve, args=(Source(), {}), daemon=True)
     serving.start()
     got = []
-    for received in worker.session().receiver.receive(dict.fromkeys(range(8), 4096)):
+    for received in worker.session().receiver.receive(Expected(dict.fromkeys(range(8), 4096))):
         time.sleep(0.02)  # it is loaded
         got.append(received.data.view(torch.float32)[0].item())
     serving.join(10)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lora_merge import InvalidInput, MergedWeights, UnsupportedAdapter, save_merged
-from lora_merge.engine.payload.adapter import AdapterSource, writer_of
+from lora_merge.engine.payload.adapter import AdapterBuilder
 from lora_merge.stream.bucket_writer import BucketWriter
 from lora_merge.stream.buckets import ALIGNMENT, Meta, checksum, extent, from_json, lay_out, to_json
 from lora_merge.stream.direct_targets import DirectTargets
@@ -411,7 +411,7 @@ def test_an_adapter_in_two_places_is_sent_under_both_names() -> None:
     """An engine has a module for each, and adds their product: the scaling is in it."""
     model = models.with_lora(block_in_two_places, target_modules=["q_proj"], r=4, lora_alpha=6)
     weights = MergedWeights(model)
-    source = AdapterSource(weights, writer_of(weights), torch.float32)
+    source = AdapterBuilder(weights)(torch.float32)
     assert source.modules == [f"model.layers.{layer}.self_attn.q_proj" for layer in (0, 1)]
     buffer = torch.empty(source.capacity, dtype=torch.uint8)
     source.fill(0, buffer, {})

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lora_merge import MergedWeights
-from lora_merge.engine.payload.adapter import AdapterSource, writer_of
+from lora_merge.engine.payload.adapter import AdapterBuilder
 from lora_merge.megatron import Chunks
 
 
@@ -25,7 +25,7 @@ def exported(model: Chunks) -> dict[str, Tensor]:
         UnsupportedAdapter: adapter mode refuses them.
     """
     weights = MergedWeights(model)
-    source = AdapterSource(weights, writer_of(weights), torch.float32)
+    source = AdapterBuilder(weights)(torch.float32)
     buffer = torch.empty(source.capacity, dtype=torch.uint8, device=source.device)
     source.fill(0, buffer, {})
     return {slot.name: slot.view(buffer).clone() for slot in source.table[0]}

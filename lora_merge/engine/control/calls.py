@@ -12,12 +12,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from ...inference import outside_default_device, outside_inference_mode
 from ..transport.liveness import CHECK_S, alive
+from .base import Control
 
 _T = TypeVar("_T")
 LOOK_S = 1.0
@@ -30,13 +31,6 @@ _SENT_S = 5e-4
 
 class EngineGone(RuntimeError):
     """A worker process of an engine has died, and the engine with it."""
-
-
-class Suspends(Protocol):
-    """The part of a control plane that this module uses."""
-
-    @property
-    def suspends(self) -> bool: ...
 
 
 class Liveness:
@@ -140,7 +134,7 @@ def drive(coroutine: Coroutine[Any, Any, _T]) -> _T:
 
 
 async def together(
-    controls: Sequence[Suspends],
+    controls: Sequence[Control],
     calls: Sequence[Callable[[], Coroutine[Any, Any, None]]],
     work: Callable[[], None] = lambda: None,
     *,
@@ -186,13 +180,13 @@ async def _error_of(
 
 
 async def side_by_side(
-    controls: Sequence[Suspends], step: Callable[[_T], Coroutine[Any, Any, Any]], items: Sequence[_T]
+    controls: Sequence[Control], step: Callable[[_T], Coroutine[Any, Any, Any]], items: Sequence[_T]
 ) -> list[BaseException | None]:
     """Make a control call to each of several engines at the same time, and return their errors. With a single engine it
     runs in this thread."""
     if len(items) > 1:
-        return (await together(controls, [bind(step, item) for item in items]))[0]
-    return [await _error_of(bind(step, item)) for item in items]
+        return (await together(controls, [partial(step, item) for item in items]))[0]
+    return [await _error_of(partial(step, item)) for item in items]
 
 
 async def to_its_end(running: asyncio.Future[_T], stop: Callable[[], None] = lambda: None) -> _T:
@@ -258,7 +252,3 @@ def _in_threads(
     finally:
         wait(futures)
     return [future.result() for future in futures], failure
-
-
-def bind(method: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> Callable[[], Coroutine[Any, Any, None]]:
-    return lambda: method(*args)

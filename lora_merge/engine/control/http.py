@@ -89,19 +89,13 @@ class _Https(_Watched, http.client.HTTPSConnection):
     """The same over TLS."""
 
 
-class _HttpHandler(urllib.request.HTTPHandler):
+class _Handler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
     def __init__(self, connect_s: float) -> None:
         super().__init__()
         self._connect_s = connect_s
 
     def http_open(self, request: urllib.request.Request) -> Any:
         return self.do_open(_Watched, request, connect_s=self._connect_s)
-
-
-class _HttpsHandler(urllib.request.HTTPSHandler):
-    def __init__(self, connect_s: float) -> None:
-        super().__init__()
-        self._connect_s = connect_s
 
     def https_open(self, request: urllib.request.Request) -> Any:
         return self.do_open(_Https, request, connect_s=self._connect_s)
@@ -146,8 +140,7 @@ def send(request: urllib.request.Request, seconds: float, connect_s: float = SIL
         http.client.HTTPException: it does not speak HTTP, or the answer is cut off.
         TooMuch: the answer has no end.
     """
-    proxies = urllib.request.ProxyHandler(_proxies(request))
-    handlers = proxies, _HttpHandler(connect_s), _HttpsHandler(connect_s), _Stays
+    handlers = urllib.request.ProxyHandler(_proxies(request)), _Handler(connect_s), _Stays
     end = time.monotonic() + seconds
     with urllib.request.build_opener(*handlers).open(request, timeout=seconds) as response:
         if response.status != http.HTTPStatus.OK:  # "accepted" is not "done"
@@ -217,18 +210,18 @@ class Server:
 
     def post(self, route: str, body: Any = None, **query: str) -> dict[str, Any]:
         """Post to a route, and return the JSON of the answer; {} for an empty one."""
+        return self._send(self._post(route, body, **query))
+
+    def _post(self, route: str, body: Any, **query: str) -> urllib.request.Request:
         url = f"{self.url}/{route}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
         data = None if body is None else json.dumps(body).encode()
-        return self._send(urllib.request.Request(url, data, {"Content-Type": "application/json"}, method="POST"))
+        return urllib.request.Request(url, data, {"Content-Type": "application/json"}, method="POST")
 
     def confirm(self, route: str, body: Any) -> None:
         """Post to a route that answers in words, which have to begin with "Success"."""
-        headers = {"Content-Type": "application/json"}
-        url = f"{self.url}/{route}"
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers, method="POST")
-        text = self._text(request)[0].decode(errors="replace")
+        text = self._text(self._post(route, body))[0].decode(errors="replace")
         if not text.startswith("Success"):
-            raise Unfit(f"{url} answered 200 and {_shown(text)!r}: {self.hint}")
+            raise Unfit(f"{self.url}/{route} answered 200 and {_shown(text)!r}: {self.hint}")
 
     def get(self, route: str) -> dict[str, Any]:
         return self._send(urllib.request.Request(f"{self.url}/{route}"))
@@ -270,22 +263,18 @@ class Server:
 
     def _text(self, request: urllib.request.Request) -> tuple[bytes, str]:
         """Return the answer and its kind; raise `Unfit`, `Answered` or `NotReached`."""
+        limits = (min(self.answer_s, ANSWER_AGAIN_S), CONNECT_AGAIN_S) if self._gone else (self.answer_s, SILENT_S)
+        self._gone = False
         try:
-            answer = self._answer(request)
+            return self._answer(request, *limits)
         except NotReached:
             self._gone = True
             raise
-        except RuntimeError:
-            self._gone = False
-            raise
-        self._gone = False
-        return answer
 
-    def _answer(self, request: urllib.request.Request) -> tuple[bytes, str]:
+    def _answer(self, request: urllib.request.Request, seconds: float, connect_s: float) -> tuple[bytes, str]:
         url, began = request.full_url, time.monotonic()
-        limits = (min(self.answer_s, ANSWER_AGAIN_S), CONNECT_AGAIN_S) if self._gone else (self.answer_s, SILENT_S)
         try:
-            return send(request, *limits)
+            return send(request, seconds, connect_s)
         except urllib.error.HTTPError as error:
             raise self._error(url, error) from error
         except urllib.error.URLError as error:

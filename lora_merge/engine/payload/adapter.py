@@ -7,7 +7,7 @@ into lora_B; the worker makes the engine's own kind of adapter of them, without 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,18 +34,11 @@ _EXPERT = re.compile(r"((.+\.experts)\.\d+(\.\w+))\.weight")
 _INSTEAD = '; push with mode="merged" instead'
 
 
-def writer_of(weights: MergedWeights) -> BucketWriter:
-    """Return the stream that `AdapterSource` takes names from: all of them, as an engine has a module for each, tied or
-    not."""
-    weights.keep_tied = True
-    return weights.bucket_writer()
-
-
 class AdapterSource(BucketPayload):
     """The active adapters of a model as one bucket.
 
     Args:
-        writer: `writer_of` it; its entries say which checkpoint tensor each delta belongs to.
+        writer: its entries say which checkpoint tensor each delta belongs to.
         dtype: of the engine's LoRA weights.
 
     Raises:
@@ -82,9 +75,6 @@ class AdapterSource(BucketPayload):
         self.table: Table = lay_out(metas, sum(m.nbytes + ALIGNMENT for m in metas) + ALIGNMENT)
         self.capacity = extent(self.table[0]) if self.table else 0
 
-    def alone(self, index: int) -> bool:
-        return not self.collective
-
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
         """Write the adapters as they are now, rounded to nearest whatever `run` says."""
         self._operands.refresh()
@@ -92,9 +82,39 @@ class AdapterSource(BucketPayload):
         torch._foreach_copy_(views[::2], self._plain)
         torch._foreach_copy_(views[1::2], torch._foreach_mul([b.float() for b in self._scaled], self._scaling))
 
-    def transfer_op(self, terms: Terms, route: Route, comes: WireSpecs | None) -> WorkerOp | None:
+    def transfer_op(self, terms: Terms, route: Route, comes: WireSpecs | None) -> WorkerOp:
         state = terms.state.to_json()
         return WorkerOp("receive_adapter", {"table": to_json(self.table), "rank": self.rank, "state": state})
+
+
+class AdapterBuilder:
+    """Makes the adapter of a model; kept while it stays what it was.
+
+    Args:
+        weights: the stream of the model, of this builder alone.
+    """
+
+    def __init__(self, weights: MergedWeights) -> None:
+        # All names: an engine has a module for each, tied or not.
+        weights.as_it_lies, weights.keep_tied = False, True
+        self._weights = weights
+        self._known: tuple[BucketWriter, torch.dtype, AdapterSource] | None = None
+
+    def __call__(self, dtype: torch.dtype, renames: Sequence[Sequence[str]] = ()) -> AdapterSource:
+        """Return the adapter as it is now. Collective over the ranks of the model.
+
+        Args:
+            dtype: of the engines' LoRA weights.
+            renames: with which the stream of its base fits the engines.
+        """
+        self._weights.renames = renames
+        writer = self._weights.bucket_writer()
+        if self._known is None or self._known[0] is not writer or self._known[1] != dtype:
+            self._known = writer, dtype, AdapterSource(self._weights, writer, dtype)
+        return self._known[2]
+
+    def release(self) -> None:
+        self._weights.release()
 
 
 def _check_served(name: str, delta: Delta, entry: Entry) -> None:

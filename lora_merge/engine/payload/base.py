@@ -64,6 +64,7 @@ class Payload:
         writes: whether `transfer_op` may change the engine.
         full: whether it brings the weights of the model, so that a full push ends when workers commit.
         merges: whether workers merge what they received, when all workers of the engine have it.
+        finishes: whether workers merge or commit at the end of the transfer.
         announced: whether every engine gets a message before the transfer. Else nobody waits for one.
         staged: whether `transfer_op` only begins a transfer, which goes on beside the engine's work. The engine is
             paused when it has ended.
@@ -74,6 +75,7 @@ class Payload:
     writes = True
     full = True
     merges = False
+    finishes = True
     announced = True
     staged = False
     separate = False
@@ -189,6 +191,9 @@ class BucketPayload(Payload):
     @property
     def sent(self) -> Any:
         return self
+
+    def alone(self, index: int) -> bool:
+        return not self.collective
 
     def direct_buckets(self, names: Container[str]) -> frozenset[int]:
         """Return none: workers make their own tensors of what they get."""

@@ -67,7 +67,8 @@ class PullSource(SidePayload):
         self.exports = ExportedMemory(_boxes(stream, straight), (), "the trainer's")
         self.exports.release()
         there = {name: self._gathered().tensors[name] for name in self.spec["there"]}
-        self.factors = ExportedMemory(_wholes(there), (), "the trainer's")
+        boxes = {name: [(((0,) * t.dim(), tuple(t.shape)), t)] for name, t in there.items()}
+        self.factors = ExportedMemory(DirectTargets(boxes), (), "the trainer's")
 
     def stays(self) -> bool:
         """Return True if the weights that this rank exports still lie in the same memory. (Adapters do: they are
@@ -123,10 +124,6 @@ def _boxes(stream: BucketWriter, names: Container[str]) -> DirectTargets:
                 found = [((start, tuple(view.shape)), view) for start, view in stream.held(slot.name, slot.box)]
                 views.setdefault(slot.name, []).extend(found)
     return DirectTargets(views)
-
-
-def _wholes(tensors: Mapping[str, Tensor]) -> DirectTargets:
-    return DirectTargets({name: [(((0,) * t.dim(), tuple(t.shape)), t)] for name, t in tensors.items()})
 
 
 def _readable(factors: Mapping[str, Tensor], stream: BucketWriter) -> set[str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import is_
 from typing import Any
 
 import torch
@@ -48,11 +49,8 @@ class TenantsSource(BucketPayload):
 
     def made_of(self, names: Sequence[str], sources: Sequence[AdapterSource]) -> bool:
         """Return True if it was made of these."""
-        same = len(self._sources) == len(sources) and all(map(_is, self._sources, sources))
+        same = len(self._sources) == len(sources) and all(map(is_, self._sources, sources))
         return self.names == tuple(names) and same
-
-    def alone(self, index: int) -> bool:
-        return not self.collective
 
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
         """Write the adapter of one tenant as it is now."""
@@ -61,10 +59,6 @@ class TenantsSource(BucketPayload):
     def transfer_op(self, terms: Terms, route: Route, comes: WireSpecs | None) -> WorkerOp | None:
         message = {"layouts": self._layouts, "which": self._which, "state": terms.state.to_json()}
         return WorkerOp("receive_tenants", message)
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other
 
 
 def tables(own: Sequence[Table]) -> Table:

@@ -328,12 +328,8 @@ class UpdateBuilder:
         model = live(self._adapted.model)
         self._learning = Learning((module for _, module in model.modules()), brought(self._adapted.model))
         learning = self._learning.names(parts, adapted.ranks, buffers=self._trains)
-        whole = frozenset(
-            name
-            for name, entry in adapted.entries.items()
-            if not learning.isdisjoint(entry.sources)
-            or (not _by_factors(entry, parts) and any(parts[source].delta for source in entry.sources))
-        )
+        trained = {name for name, entry in adapted.entries.items() if not learning.isdisjoint(entry.sources)}
+        whole = frozenset(trained.union(converted(adapted)))
         self._whole.left_out = frozenset(adapted.entries) - whole | self._adapted.left_out
         whole_writer = self._whole.bucket_writer() if whole else None
         straight = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ...stream.buckets import to_json
 from ..transport.routing import Route
 from .adapter import AdapterSource
 from .base import Payload, Terms, WireSpecs, WorkerOp
@@ -17,7 +16,8 @@ class VersionPayload(Payload):
     """
 
     writes = False
-    merges = True  # nothing is committed with it: a version is added when all workers of all engines have it
+    merges = True
+    finishes = False  # a version is added when all workers of all engines have it
     announced = False
 
     def __init__(self, source: AdapterSource, staged: bool) -> None:
@@ -28,5 +28,5 @@ class VersionPayload(Payload):
         return self._source
 
     def transfer_op(self, terms: Terms, route: Route, comes: WireSpecs | None) -> WorkerOp | None:
-        message = {"table": to_json(self._source.table), "rank": self._source.rank, "state": terms.state.to_json()}
-        return WorkerOp("stage_version" if self.staged else "receive_version", message)
+        received = self._source.transfer_op(terms, route, comes)
+        return received._replace(op="stage_version" if self.staged else "receive_version")

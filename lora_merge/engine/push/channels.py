@@ -86,7 +86,11 @@ class Trainer(TrainerRanks):
         serving = assign(trainers, _introductions(replicas))
         away = {place: rank for place, (rank, kind) in serving.items() if kind != "local"}
         workers = workers_of(replicas)
-        found = await self._exports(source, replicas, away)
+        # What each worker in another process exports, on every rank.
+        asked = [r for r in replicas if any((r.index, w) in away for w in range(len(r.workers)))]
+        answers = await self.ask(asked, "export_memory", digest=source.digest)
+        every = {(index, w): answer for index, some in answers.items() for w, answer in enumerate(some)}
+        found = {place: exports for place, exports in every.items() if place in away}
         direct, made = self._direct(trainers, workers, away, found), dict[WorkerId, MappedMemory]()
         failed = ""
         try:
@@ -99,18 +103,9 @@ class Trainer(TrainerRanks):
         if failures:
             for mapped in made.values():
                 mapped.close()
-            direct, made = DirectWriteSet(frozenset(), failures[0]), {}
+            direct, made = DirectWriteSet(why=failures[0]), {}
         self._mapped[source.digest] = _Mapping(key, direct, made, united(made.values()))
         return direct
-
-    async def _exports(
-        self, source: BucketWriter, replicas: Sequence[Replica], away: Container[WorkerId]
-    ) -> dict[WorkerId, Mapping[str, Any]]:
-        """Ask what each worker in another process exports, on every rank."""
-        asked = [r for r in replicas if any((r.index, w) in away for w in range(len(r.workers)))]
-        answers = await self.ask(asked, "export_memory", digest=source.digest)
-        found = {(index, w): answer for index, workers in answers.items() for w, answer in enumerate(workers)}
-        return {place: exports for place, exports in found.items() if place in away}
 
     def _direct(
         self,
@@ -124,13 +119,9 @@ class Trainer(TrainerRanks):
         for (r, w), rank in away.items():
             writers = [trainer for trainer in trainers if trainer["group"] == trainers[rank]["group"]]
             if any((trainer["device"] == "cpu") != (workers[r, w].device == "cpu") for trainer in writers):
-                return DirectWriteSet(
-                    frozenset(), f"worker {w} of engine {r} is on a GPU and the trainer is not, or vice versa"
-                )
+                return DirectWriteSet(why=f"worker {w} of engine {r} is on a GPU and the trainer is not, or vice versa")
             if any(trainer["host"] != workers[r, w].host for trainer in writers):
-                return DirectWriteSet(
-                    frozenset(), f"worker {w} of engine {r} shares no memory with every rank that would write"
-                )
+                return DirectWriteSet(why=f"worker {w} of engine {r} shares no memory with every rank that would write")
         return direct([found[place] for place in away])
 
     async def unmap(self, digest: str) -> None:

@@ -17,7 +17,7 @@ from ...stream.weights import MergedWeights
 from ..messages import DryRunAnswer
 from ..payload.recipients import Recipients
 from .channels import Trainer
-from .evaluation import Choice, evaluate
+from .evaluation import evaluate
 from .left_out import refusal, sources_of, trained
 from .replica import Replica, engines_of
 
@@ -106,14 +106,11 @@ class CompatibilityCheck:
                 self._fitted[weights], self.kept = (answers, choice.kept), choice.kept
                 await self._check_left_out(weights, writer)
                 return writer
-            self._note_dropped(weights, writer, choice)
+            known = self._dropped.get(weights, ({}, ""))[0] if weights.left_out else {}
+            self._dropped[weights] = known | sources_of(writer, choice.dropped & choice.left_out), choice.serves
             weights.left_out |= choice.left_out
             weights.dtypes = choice.dtypes
         raise PushRefused("the engines take another stream at every try; push to them apart, each by itself")
-
-    def _note_dropped(self, weights: MergedWeights, writer: BucketWriter, choice: Choice) -> None:
-        known = self._dropped.get(weights, ({}, ""))[0] if weights.left_out else {}
-        self._dropped[weights] = known | sources_of(writer, choice.dropped & choice.left_out), choice.serves
 
     async def _check_left_out(self, weights: MergedWeights, writer: BucketWriter) -> None:
         """Raise `PushRefused` where what is left out is trained. Collective over all ranks where anything is."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ...errors import PushRefused
 from ..control.base import WorkerFailed
-from ..control.calls import bind, side_by_side, together
+from ..control.calls import side_by_side, together
 from ..control.http import NotReached, Unfit
 from ..messages import WorkerInfo
 from ..transport.liveness import error_text, host_id
@@ -76,7 +77,7 @@ async def hello(
     controls = trainer.controls
     failure: BaseException | None = None
     if work is not None and all(control.elsewhere for control in controls):
-        errors, failure = await together(controls, [bind(ask, index) for index in range(len(controls))], work)
+        errors, failure = await together(controls, [partial(ask, index) for index in range(len(controls))], work)
     else:
         errors = await side_by_side(controls, ask, range(len(controls)))
         if work is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from ...stream.bucket_writer import BucketWriter
 from ...stream.buckets import dtype_of
 from ...stream.weights import MergedWeights
 from ..messages import WorkerInfo
-from ..payload.adapter import AdapterSource, writer_of
+from ..payload.adapter import AdapterBuilder, AdapterSource
 from ..payload.pull import MOVED, PullBuilder, PullSource, Unmoved, readable, unreadable
 from ..payload.recipients import Recipients
 from ..payload.update import UpdateBuilder, UpdatePayload
@@ -36,12 +36,10 @@ class AdapterNegotiator:
     """
 
     def __init__(self, trainer: Trainer, weights: MergedWeights) -> None:
-        self._trainer, self._weights = trainer, weights.beside()
-        self._weights.as_it_lies = False
-        self._known: tuple[BucketWriter, torch.dtype, AdapterSource] | None = None
+        self._trainer, self._build = trainer, AdapterBuilder(weights.beside())
 
     def release(self) -> None:
-        self._weights.release()
+        self._build.release()
 
     async def __call__(self, replicas: Sequence[Replica], renames: Sequence[Sequence[str]] = ()) -> AdapterSource:
         """Return the adapter, after `check`.
@@ -52,10 +50,7 @@ class AdapterNegotiator:
         Raises:
             PushRefused: some engine cannot serve it, as merged mode can.
         """
-        self._weights.renames = renames
-        loras = [worker.lora for replica in replicas for worker in replica.workers if worker.lora]
-        dtype, limit = dtype_of(loras[0].dtype), min(lora.max_rank for lora in loras)
-        adapter, _ = await self._trainer.keep_and_gather(self._try(dtype, limit, replicas))
+        adapter, _ = await self._trainer.keep_and_gather(self._try(replicas, renames))
         return adapter
 
     async def check(self, replicas: Sequence[Replica], keep: int) -> None:
@@ -96,30 +91,41 @@ class AdapterNegotiator:
         if any(worker.lora is None for worker in replica.workers):
             raise PushRefused(f"engine {replica.index} was started without enable_lora=True{_INSTEAD}")
 
-    def _read(self, dtype: torch.dtype) -> AdapterSource:
-        writer = writer_of(self._weights)
-        if self._known is None or self._known[0] is not writer or self._known[1] != dtype:
-            self._known = writer, dtype, AdapterSource(self._weights, writer, dtype)
-        return self._known[2]
-
-    async def _try(self, dtype: torch.dtype, limit: int, replicas: Sequence[Replica]) -> tuple[AdapterSource, None]:
-        source = await self._trainer.blocking(lambda: self._read(dtype))
+    async def _try(self, replicas: Sequence[Replica], renames: Sequence[Sequence[str]]) -> tuple[AdapterSource, None]:
+        dtype, limit = lora_limits(replicas)
+        source = await self._trainer.blocking(lambda: self._build(dtype, renames))
         if not source.modules:
             raise PushRefused(
                 "the model has no active adapter to send: activate one (set_adapter), or push mode='merged'"
             )
         if source.rank > limit:
             raise PushRefused(f"the adapter's rank {source.rank} is above the engine's max_lora_rank {limit}{_INSTEAD}")
-
-        answers = await self._trainer.ask_own(replicas, "unserved_modules", modules=source.modules)
-        for replica in replicas:
-            unserved = sorted({name for answer in answers.get(replica.index, ()) for name in answer["unserved"]})
-            if unserved:
-                advice = next((said for answer in answers[replica.index] if (said := answer.get("advice"))), "")
-                raise PushRefused(
-                    f"{replica.handle.name} has no LoRA layer for {', '.join(unserved)}{advice}{_INSTEAD}"
-                )
+        await check_modules(self._trainer, replicas, dict.fromkeys(source.modules, ""), _INSTEAD)
         return source, None
+
+
+def lora_limits(replicas: Sequence[Replica]) -> tuple[torch.dtype, int]:
+    """Return the dtype of the engines' LoRA weights, and the largest rank that all of them serve."""
+    loras = [worker.lora for replica in replicas for worker in replica.workers if worker.lora]
+    return dtype_of(loras[0].dtype), min(lora.max_rank for lora in loras)
+
+
+async def check_modules(trainer: Trainer, replicas: Sequence[Replica], whose: Mapping[str, str], instead: str) -> None:
+    """Raise `PushRefused` if an engine whose handle is here has no LoRA layer for a module.
+
+    Args:
+        whose: the modules -> how the error about one begins.
+        instead: how it ends.
+    """
+    answers = await trainer.ask_own(replicas, "unserved_modules", modules=list(whose))
+    for replica in replicas:
+        found = answers.get(replica.index, ())
+        if unserved := sorted({module for answer in found for module in answer["unserved"]}):
+            advice = next((said for answer in found if (said := answer.get("advice"))), "")
+            raise PushRefused(
+                f"{whose[unserved[0]]}{replica.handle.name} has no LoRA layer for {', '.join(unserved)}{advice}"
+                f"{instead}"
+            )
 
 
 class UpdateNegotiator:
@@ -217,15 +223,11 @@ class PullNegotiator:
         self._last = pull
         if pull is None:
             self._pulls.forget()
-            await self._let_go(replicas)
+            if self._trainer.offered:  # where a worker cannot unmap it, the next push asks again
+                await self._trainer.ask(replicas, "unmap_source", trainer=self._trainer.name)
+                self._trainer.offered = False
         self._refused = (None, (), "") if pull is not None or why == MOVED else (stream, who, why)
         return pull, why
-
-    async def _let_go(self, replicas: Sequence[Replica]) -> None:
-        """Have workers unmap what was offered. Where one fails, the next push asks again."""
-        if self._trainer.offered:
-            await self._trainer.ask(replicas, "unmap_source", trainer=self._trainer.name)
-            self._trainer.offered = False
 
     async def _offered(
         self, stream: BucketWriter, replicas: Sequence[Replica], workers: Sequence[WorkerInfo]
@@ -248,11 +250,13 @@ class PullNegotiator:
             why = MOVED
         if why:
             return None, why
-        blocked = frozenset(await self._blocked(stream, replicas))
+        # Tensors that some worker does not take as a box of a parameter, in their dtype.
+        found = await trainer.ask(replicas, "blocked_tensors", digest=stream.digest)
+        blocked = frozenset(name for some in found.values() for answer in some for name in answer["blocked"])
         pull, exported = await trainer.keep_and_gather(self._make(stream, blocked))
-        sources = [found | rank for found, rank in zip(exported, ranks, strict=True)]
-        why = next((found["why"] for found in sources if found["why"]), "")
-        if len({found.pop("digest") for found in sources}) > 1:
+        sources = [memory | rank for memory, rank in zip(exported, ranks, strict=True)]
+        why = next((source["why"] for source in sources if source["why"]), "")
+        if len({source.pop("digest") for source in sources}) > 1:
             why = why or "the adapters of some ranks lie in memory that can be mapped, those of others do not"
         why = why or await self._map(pull, sources, replicas)
         if why:
@@ -263,11 +267,6 @@ class PullNegotiator:
     async def _make(self, stream: BucketWriter, blocked: frozenset[str]) -> tuple[PullSource, dict[str, Any]]:
         pull = await self._trainer.blocking(lambda: self._pulls(stream, blocked))
         return pull, {**pull.exported(), "digest": pull.digest}
-
-    async def _blocked(self, stream: BucketWriter, replicas: Sequence[Replica]) -> set[str]:
-        """Return the names of the tensors that some worker does not take as a box of a parameter, in their dtype."""
-        answers = await self._trainer.ask(replicas, "blocked_tensors", digest=stream.digest)
-        return {name for workers in answers.values() for answer in workers for name in answer["blocked"]}
 
     async def _map(self, pull: PullSource, sources: Sequence[dict[str, Any]], replicas: Sequence[Replica]) -> str:
         """Have workers map what the ranks export; return why one cannot, "" where all have."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...names import named_tensors
-from ...shards import Box
+from ...shards import Box, cut
 from ...stream.bucket_writer import BucketWriter
 from ...stream.direct_targets import DirectTargets
 from ...stream.source import Entry
@@ -34,6 +34,11 @@ class Place(NamedTuple):
         """The parameter as its first owner has it now."""
         owner, attribute = self.owners[0]
         return owner._parameters.get(attribute)
+
+    def put(self, parameter: Tensor) -> None:
+        """Put another parameter in its place: PyTorch lets none change between meta and a device."""
+        for owner, attribute in self.owners:
+            owner._parameters[attribute] = parameter  # type: ignore[assignment]
 
 
 class Apart(NamedTuple):
@@ -139,9 +144,7 @@ def joined(shape: Sequence[int], pieces: Sequence[tuple[Box, Tensor]]) -> Tensor
             return None
         whole = empty.set_(storage, first.storage_offset(), torch.Size(shape), strides)
     for (start, size), view in pieces:
-        there = whole
-        for dim, (begin, count) in enumerate(zip(start, size, strict=True)):
-            there = there.narrow(dim, begin, count)
+        there = cut(whole, (start, size))
         if there.data_ptr() != view.data_ptr() or view.untyped_storage().data_ptr() != storage.data_ptr():
             return None
         if any(n > 1 and a != b for n, a, b in zip(size, there.stride(), view.stride(), strict=True)):

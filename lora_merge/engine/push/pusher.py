@@ -64,11 +64,10 @@ class Pusher:
     ) -> None:
         self._trainer, self._planner, self._sequence = trainer, planner, EngineSequence(trainer.name, pause, cache)
         self._mode, self._rounding, self._healing = mode, rounding, healing
-        self._computing, self._warned_of_differences = computing, set[tuple[int, str]]()
+        self._computing, self._warned = computing, set[tuple[int, str]]()
         self._closed = self._held = False
         self._pushed: State | None = None
         self._floor = 0  # the last version that requests could name: an engine that was started anew counts from 1
-        self._warned_of_calibrated: set[int] = set()
         self._lost, self._warned_of_lost = lost, dict[int, str]()
         self._gone: Mapping[int, str] = {}  # the engines that are left out of this push -> why
         self._present = frozenset[int]()  # the others
@@ -181,8 +180,8 @@ class Pusher:
         report = self._begin(mode)
         # 1. Ask, check, plan, connect. A failure leaves every engine as it was: `PushRefused`.
         with report.timed("check"):
-            replicas, transfers, slept = await self._prepare(report, verify)
-        await self._carry_out(report, replicas, transfers, slept, verify)
+            replicas, transfers = await self._prepare(report, verify)
+        await self._carry_out(report, replicas, transfers, verify)
         return report
 
     def _begin(self, mode: str) -> SyncReport:
@@ -193,28 +192,23 @@ class Pusher:
         return SyncReport(0, mode)
 
     async def _carry_out(
-        self,
-        report: SyncReport,
-        replicas: Sequence[Replica],
-        transfers: Sequence[Transfer],
-        slept: Mapping[int, int],
-        verify: bool,
+        self, report: SyncReport, replicas: Sequence[Replica], transfers: Sequence[Transfer], verify: bool
     ) -> None:
         """Do what `_prepare` has planned. Engines to which nothing is sent are not paused."""
         trainer, mode = self._trainer, report.mode
         last, held = transfers[-1], {replica.index: replica.state for replica in replicas}
         name = last.state.adapter or f"{last.state.kind}@{report.version}"
         sent = {replica.index for one in transfers for replica in one.replicas}
-        report.cache = "keep" if all(self._sequence.keeps(replica, slept) for replica in replicas) else "reset"
+        report.cache = "keep" if all(map(self._sequence.keeps, replicas)) else "reset"
         # Engines that compute together resume together, when all ranks know that none has failed. Any other one resumes
         # with the last message of the last transfer.
-        through = {engine[0].index for engine in engines_of(replicas) if len(engine) == 1}.difference(slept)
+        through = {one.index for one, *others in engines_of(replicas) if not others and one.slept is None}
         before, self._mode = self._mode, mode  # requests that are made from here on wait for what this push brings
         try:
             # 2. Pause: "note_pause", and the engine's own pause. With `pause="keep"` both go with the first message of
             #    the transfer. A failure leaves the engine with its old weights; step 4 resumes it.
             with report.timed("pause"):
-                pause = partial(self._sequence.pause, mode=mode, slept=slept, brought=last.state)
+                pause = partial(self._sequence.pause, mode=mode, brought=last.state)
                 await trainer.each([replica for replica in replicas if replica.index in sent], pause)
             # 3. Transfer (transfer.py): "begin_full", then "receive", "pull", "receive_adapter" or "receive_update", at
             #    the end "merge" or "commit". A worker is dirty from its first write to its commit, and so is an engine
@@ -233,7 +227,7 @@ class Pusher:
                 await run(report)
         except BaseException:
             # Interrupted: what an engine holds now decides whether it resumes.
-            await self._back(replicas, held, last.state, name, slept)
+            await self._back(replicas, held, last.state, name)
             self._keep_mode(before, replicas, held)
             raise
         await trainer.share(replicas)
@@ -243,7 +237,7 @@ class Pusher:
         #    fails to resume holds the new weights.
         holding = {r.index: last.state for r in replicas if not r.error or r.resume_error}
         with report.timed("resume"):
-            await trainer.each(replicas, partial(self._sequence.go_on, slept=slept), failed=True)
+            await trainer.each(replicas, self._sequence.go_on, failed=True)
             await trainer.share(replicas)
         if any(replica.error for replica in replicas):
             self._keep_mode(before, replicas, held)
@@ -256,14 +250,8 @@ class Pusher:
         self._pushed = last.state
         self._fill(report, replicas, transfers)
 
-    async def _prepare(
-        self, report: SyncReport, verify: bool
-    ) -> tuple[list[Replica], list[Transfer], Mapping[int, int]]:
-        """Ask the engines what they are, plan what is sent to whom, and open the channels.
-
-        Returns:
-            the replicas, the transfers, and the engines that this push woke -> the level at which they slept.
-        """
+    async def _prepare(self, report: SyncReport, verify: bool) -> tuple[list[Replica], list[Transfer]]:
+        """Ask the engines what they are, wake them, plan what is sent to whom, and open the channels."""
         known, read = self._planner.known(report.mode), list[BucketWriter | None]()
         slept: dict[int, int] = {}
 
@@ -273,19 +261,23 @@ class Pusher:
         # "hello": workers say what they are and hold, and take the lease.
         replicas = await self._meet(report, known, read_model)
         try:
-            while asleep := {r.index: r.asleep for r in replicas if (r.asleep or r.waking) and r.index not in slept}:
-                slept |= asleep
+            while asleep := [r for r in replicas if (r.asleep or r.waking) and r.slept is None]:
+                for replica in asleep:
+                    slept[replica.index] = replica.slept = replica.asleep
                 # Map the weights of sleeping engines; the KV cache follows after the push.
                 await self._trainer.everywhere(self._trainer.all_own(replicas, self._wake))
                 replicas = await self._meet(report, known)
+                for replica in replicas:
+                    replica.slept = slept.get(replica.index)
             # "dry_run" and the like (compatibility.py, negotiators.py), where "hello" has not answered them.
             transfers = await self._planner(replicas, report, verify, read[0])
             # "connect", where the channels of the push before do not serve.
             await self._connect(replicas, transfers, verify)
         except BaseException:
-            await self._sleep_again(replicas, slept)
+            woken = [replica for replica in replicas if replica.slept is not None]
+            await self._trainer.each(woken, self._sequence.sleep_again, failed=True)
             raise
-        return replicas, transfers, slept
+        return replicas, transfers
 
     async def _meet(
         self, report: SyncReport, known: tuple[Sequence[str], Sequence[str]], work: Callable[[], None] | None = None
@@ -300,7 +292,7 @@ class Pusher:
         replicas = await self._introduce(*known, work)
         for replica in replicas:
             self._sequence.check(replica)
-        report.differs = warn_of_differences(replicas, self._computing(), self._warned_of_differences)
+        report.differs = warn_of_differences(replicas, self._computing(), self._warned)
         report.skipped = self._gone
         # A later part of the same push keeps the number, unless an engine has had it, or a higher one, from elsewhere.
         if any(r.newest >= report.version or r.state.version > report.version for r in replicas):
@@ -358,14 +350,6 @@ class Pusher:
             await self._sequence.tell(replica, "note_pause", waking=True)
             await replica.handle.wake("weights")
 
-    async def _sleep_again(self, replicas: Sequence[Replica], slept: Mapping[int, int]) -> None:
-        """Put engines that were asleep back to sleep at their level, after a refusal."""
-
-        async def again(replica: Replica) -> None:
-            await self._sequence.sleep_again(replica, slept[replica.index])
-
-        await self._trainer.each([r for r in replicas if r.index in slept], again, failed=True)
-
     def _fill(self, report: SyncReport, replicas: Sequence[Replica], transfers: Sequence[Transfer]) -> None:
         """Note in the report what came of a push that has ended well."""
         state = transfers[-1].state
@@ -385,7 +369,7 @@ class Pusher:
         report.coverage = None if None in shares else min(share or 0.0 for share in shares)
         report.reloaded = max((replica.reloaded for replica in replicas), default=0)
         if state.kind != "base":  # whose weights the scales are of
-            report.calibrated = warn_of_calibrated(replicas, self._warned_of_calibrated)
+            report.calibrated = warn_of_calibrated(replicas, self._warned)
 
     def _keep_mode(self, mode: str, replicas: Sequence[Replica], held: Mapping[int, State]) -> None:
         """Set the mode back after a push that left every engine as it was.
@@ -396,21 +380,13 @@ class Pusher:
         if all(not replica.begun and replica.state == held[replica.index] for replica in replicas):
             self._mode = mode
 
-    async def _back(
-        self,
-        replicas: Sequence[Replica],
-        held: Mapping[int, State],
-        brought: State,
-        name: str,
-        slept: Mapping[int, int],
-    ) -> None:
+    async def _back(self, replicas: Sequence[Replica], held: Mapping[int, State], brought: State, name: str) -> None:
         """Resume the engines that hold what they held before an interrupted push, or all that it was to bring. Others,
         dirty ones among them, stay as they are until the next push; so do engines that compute together with one of
         these, or with one whose handle is not here.
 
         Args:
             brought, name: the state and the name that the push was to bring.
-            slept: as of `EngineSequence.go_on`.
         """
         well: set[int] = set()
 
@@ -424,7 +400,7 @@ class Pusher:
         async def back(replica: Replica) -> None:
             replica.paused_by_us = replica.paused_by_us or replica.still_paused
             replica.error, replica.begun = "interrupted", replica.index not in well
-            await self._sequence.go_on(replica, slept)
+            await self._sequence.go_on(replica)
 
         await self._trainer.each(replicas, ask, failed=True)
         for engine in engines_of(replicas):

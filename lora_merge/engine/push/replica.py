@@ -136,6 +136,8 @@ class Replica:
         index: of all handles of the trainer.
         control: None where another trainer rank holds its handle.
         workers: what its workers say of themselves, in rank order.
+        slept: the level at which its weights slept until this push woke it (0: the KV cache alone did); None where it
+            was awake.
         paused_by_us: whether a push has paused it, and not its user.
         to_adapter: whether a push that changes the mode ends in adapter mode; None where it does not change.
         allowed: paths of the adapters that requests may ask for when the push has ended; None where it had no versions.
@@ -156,6 +158,7 @@ class Replica:
     index: int
     control: Control | None
     workers: list[WorkerInfo]
+    slept: int | None = None
     paused_by_us: bool = False
     to_adapter: bool | None = None
     allowed: list[str] | None = None

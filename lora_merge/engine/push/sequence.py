@@ -8,7 +8,7 @@ with the last call where nothing can be against it any more.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -122,15 +122,15 @@ class EngineSequence:
         if self.cache == "keep" and why:
             raise PushRefused(f"engine {replica.index} {why}. Push with cache='reset'")
 
-    def keeps(self, replica: Replica, slept: Container[int]) -> bool:
+    def keeps(self, replica: Replica) -> bool:
         """Return True if requests in flight keep their KV cache over a push that begins now."""
         # Weights that slept have taken the KV cache with them, and nobody knows what dirty ones have computed.
-        asleep = replica.index in slept or replica.asleep or replica.waking
+        asleep = replica.slept is not None or replica.asleep or replica.waking
         return self.cache == "keep" and replica.state.kind != "dirty" and not asleep
 
     # ---- pause -------------------------------------------------------------------------------------------------------
 
-    async def pause(self, replica: Replica, mode: str, slept: Container[int] = (), *, brought: State) -> None:
+    async def pause(self, replica: Replica, mode: str, *, brought: State) -> None:
         """Stop generation; with the next message, where no request is waited for or ended.
 
         A request keeps the adapter, or none, with which it began, and a change of mode, or of the tenant that is
@@ -138,7 +138,6 @@ class EngineSequence:
         half-written weights, are ended at once.
 
         Args:
-            slept: indices of engines that this push woke.
             brought: the state that the push brings.
 
         Raises:
@@ -146,7 +145,7 @@ class EngineSequence:
                 another tenant is merged, and nobody can end requests that come meanwhile and name no adapter.
         """
         switches = {replica.served, mode} == {"merged", "adapter"}
-        replica.keeps = self.keeps(replica, slept)
+        replica.keeps = self.keeps(replica)
         holders = Call("will_keep" if replica.keeps else "holders", wanted=("",))
         began = replica.began if replica.still_paused else replica.served
         replica.to_adapter = mode == "adapter" if switches or {began, mode} == {"merged", "adapter"} else None
@@ -181,7 +180,7 @@ class EngineSequence:
         if pause != "keep" or replica.shares is not None:  # engines that share experts stop when all are asked to
             await self.make(replica, [])
             stays = not replica.paused_by_us and replica.handle.keeps
-            if switches and stays and replica.index not in slept:
+            if switches and stays and replica.slept is None:
                 what, ours, theirs = "mode", repr(mode), repr(replica.served)
                 if replica.to_adapter is None and replica.stale is not None:
                     what, ours = "tenants", ", ".join(brought.tenants) or "none"
@@ -289,28 +288,25 @@ class EngineSequence:
 
     # ---- what comes after --------------------------------------------------------------------------------------------
 
-    async def go_on(self, replica: Replica, slept: Mapping[int, int]) -> None:
+    async def go_on(self, replica: Replica) -> None:
         """Put a failed engine into a defined state; wake and resume another one, if this push woke and paused it.
 
         A dirty engine serves nothing: it stays paused, or without its KV cache, until a push has healed it. One to
         which nothing was written goes back to where it was.
-
-        Args:
-            slept: engines that this push woke -> the level at which their weights slept (0: the KV cache alone did).
         """
         if replica.resume_error is not None:
             raise replica.resume_error
         replica.queued_calls = []  # a pause that nobody has asked for yet
         if replica.resumed or replica.lost:
             return
-        asleep, notes, calls = replica.index in slept, dict[str, bool](), list[Call]()
+        asleep, notes, calls = replica.slept is not None, dict[str, bool](), list[Call]()
         if replica.error and replica.begun:
             await self._stop(replica)
         if not (replica.error and replica.begun) and replica.state.kind != "dirty":
             notes["serves"] = True
             if asleep and replica.error:
                 with suppress(Exception):  # the next push finds what stays awake; this one raises its own error
-                    await self.sleep_again(replica, slept[replica.index])
+                    await self.sleep_again(replica)
             elif asleep:
                 await replica.handle.wake("kv_cache")
                 notes["waking"] = False
@@ -346,13 +342,13 @@ class EngineSequence:
         calls += _end_wrong_mode_requests(replica)
         _check_reset(replica, (await self.make(replica, calls))[1])
 
-    async def sleep_again(self, replica: Replica, level: int) -> None:
-        """Put an engine that was asleep back to sleep."""
-        if not level:
+    async def sleep_again(self, replica: Replica) -> None:
+        """Put an engine that was asleep back to sleep at its level."""
+        if not replica.slept:
             return
         await self.tell(replica, "renew_lease")
         try:
-            await replica.handle.sleep(level)
+            await replica.handle.sleep(replica.slept)
         finally:
             # vLLM 0.26 takes one whose KV cache sleeps for asleep, and leaves its weights where they are, as a call
             # that fails does: then the next push has the KV cache alone to wake.

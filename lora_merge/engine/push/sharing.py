@@ -235,15 +235,9 @@ def _lay(place: Place) -> _Held:
         held = _Held(place, parameter, None, parameter.data)
         parameter.data = place.view
         return held
-    return _Held(place, _replace(place, place.view), parameter, None)
-
-
-def _replace(place: Place, data: Tensor) -> Tensor:
-    """Put another parameter in the place of one: PyTorch lets none change between meta and a device."""
-    made = nn.Parameter(data, requires_grad=False)
-    for owner, attribute in place.owners:
-        owner._parameters[attribute] = made
-    return made
+    made = nn.Parameter(place.view, requires_grad=False)
+    place.put(made)
+    return _Held(place, made, parameter, None)
 
 
 def _put_back(held: _Held) -> None:
@@ -251,8 +245,7 @@ def _put_back(held: _Held) -> None:
         assert held.data is not None
         held.parameter.data = held.data
     else:
-        for owner, attribute in held.place.owners:
-            owner._parameters[attribute] = held.before  # type: ignore[assignment]
+        held.place.put(held.before)
 
 
 def _stands(held: _Held) -> bool:
@@ -262,7 +255,7 @@ def _stands(held: _Held) -> bool:
 
 def _end(held: _Held, meta: bool) -> None:
     if meta:
-        _replace(held.place, held.place.view.to("meta"))
+        held.place.put(nn.Parameter(held.place.view.to("meta"), requires_grad=False))
     else:
         held.parameter.data = held.place.view.clone(memory_format=torch.contiguous_format)
 

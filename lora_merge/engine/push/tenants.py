@@ -11,13 +11,13 @@ import torch
 from ...choices import Merge
 from ...errors import PushRefused, UnsupportedAdapter
 from ...stream.bucket_writer import BucketWriter
-from ...stream.buckets import dtype_of
 from ...stream.weights import MergedWeights
-from ..payload.adapter import AdapterSource, writer_of
+from ..payload.adapter import AdapterBuilder, AdapterSource
 from ..payload.tenants import TenantsSource, rank_of, side_by_side
 from ..tenants import Tenants
 from ..transport.routing import Route
 from .channels import Trainer
+from .negotiators import check_modules, lora_limits
 from .planner import PushPlanner, Transfer
 from .replica import Replica, SyncReport
 
@@ -89,19 +89,16 @@ class TenantNegotiator:
 
     def __init__(self, trainer: Trainer, weights: MergedWeights, names: Sequence[str]) -> None:
         self._trainer = trainer
-        self._streams = {
-            name: MergedWeights(weights.model, bucket_bytes=weights.bucket_bytes, adapter_names=[name])
+        self._build = {
+            name: AdapterBuilder(MergedWeights(weights.model, bucket_bytes=weights.bucket_bytes, adapter_names=[name]))
             for name in names
         }
-        for stream in self._streams.values():
-            stream.as_it_lies = False
-        self._known: dict[str, tuple[BucketWriter, torch.dtype, AdapterSource]] = {}
         self._made: TenantsSource | None = None
         self._served: tuple[Any, ...] = ()
 
     def release(self) -> None:
-        for stream in self._streams.values():
-            stream.release()
+        for build in self._build.values():
+            build.release()
 
     async def __call__(
         self, replicas: Sequence[Replica], order: Sequence[str], renames: Sequence[Sequence[str]]
@@ -121,52 +118,31 @@ class TenantNegotiator:
     async def _try(
         self, replicas: Sequence[Replica], order: Sequence[str], renames: Sequence[Sequence[str]]
     ) -> tuple[TenantsSource, None]:
-        loras = [worker.lora for replica in replicas for worker in replica.workers if worker.lora]
-        dtype, limit = dtype_of(loras[0].dtype), min(lora.max_rank for lora in loras)
+        dtype, limit = lora_limits(replicas)
         sources = await self._trainer.blocking(lambda: [self._read(name, dtype, renames) for name in order])
         if self._made is None or not self._made.made_of(order, sources):
             self._made = TenantsSource(order, sources)
         served = self._made, limit, [worker.name for replica in replicas for worker in replica.workers]
         if self._served != served:
             check_ranks(order, sources, limit)
-            await self._check_modules(replicas, order, sources)
+            # Modules of the merged one count: the others take its product off.
+            whose: dict[str, str] = {}
+            for name, source in zip(order, sources, strict=True):
+                for module in source.modules:
+                    whose.setdefault(module, f"tenant {name!r}: ")
+            await check_modules(self._trainer, replicas, whose, _ALONE)
             self._served = served
         return self._made, None
 
     def _read(self, name: str, dtype: torch.dtype, renames: Sequence[Sequence[str]]) -> AdapterSource:
-        stream = self._streams[name]
-        stream.renames = renames
-        writer = writer_of(stream)
-        known = self._known.get(name)
-        if known is None or known[0] is not writer or known[1] != dtype:
-            try:
-                known = self._known[name] = writer, dtype, AdapterSource(stream, writer, dtype)
-            except UnsupportedAdapter as error:
-                why = str(error).partition("; push with mode=")[0]
-                raise UnsupportedAdapter(f"tenants (seen at {name!r}): {why}{_ALONE}") from None
-        if not known[2].modules:
+        try:
+            source = self._build[name](dtype, renames)
+        except UnsupportedAdapter as error:
+            why = str(error).partition("; push with mode=")[0]
+            raise UnsupportedAdapter(f"tenants (seen at {name!r}): {why}{_ALONE}") from None
+        if not source.modules:
             raise PushRefused(f"tenant {name!r} adapts nothing that an engine could serve as an adapter")
-        return known[2]
-
-    async def _check_modules(
-        self, replicas: Sequence[Replica], order: Sequence[str], sources: Sequence[AdapterSource]
-    ) -> None:
-        """Raise `PushRefused` if some engine has no LoRA layer for a module of some tenant. Those of the merged one
-        count: the others take its product off."""
-        whose: dict[str, str] = {}
-        for name, source in zip(order, sources, strict=True):
-            for module in source.modules:
-                whose.setdefault(module, name)
-        answers = await self._trainer.ask_own(replicas, "unserved_modules", modules=list(whose))
-        for replica in replicas:
-            found = answers.get(replica.index, ())
-            unserved = sorted({module for answer in found for module in answer["unserved"]})
-            if unserved:
-                advice = next((said for answer in found if (said := answer.get("advice"))), "")
-                raise PushRefused(
-                    f"tenant {whose[unserved[0]]!r}: {replica.handle.name} has no LoRA layer for "
-                    f"{', '.join(unserved)}{advice}{_ALONE}"
-                )
+        return source
 
 
 def check_ranks(order: Sequence[str], sources: Sequence[AdapterSource], limit: int) -> None:

@@ -116,7 +116,7 @@ class TransferRun:
 
     async def _finish(self, replica: Replica) -> None:
         """Have workers merge or commit, as all of them have what has come."""
-        if replica.index not in self._committed:
+        if self._payload.finishes and replica.index not in self._committed:
             ends = replica.index in self._through
             resets = replica.index in self._staged
             await self._sequence.finish(replica, self._transfer, name=self._name, ends=ends, resets=resets)

@@ -94,10 +94,10 @@ class VersionPusher(Pusher):
         written: tuple[float | None, int] = None, 0
         for _ in range(ATTEMPTS):
             with report.timed("check"):
-                replicas, transfers, slept = await self._prepare(report, verify)
+                replicas, transfers = await self._prepare(report, verify)
             if transfers[-1].state.kind != "base":
                 break
-            await self._bring_base(report, replicas, transfers, slept, verify)
+            await self._bring_base(report, replicas, transfers, verify)
             based |= {replica.index: str(transfers[-1].state) for replica in transfers[-1].replicas}
             written = report.coverage, report.reloaded
         else:  # one that is back, another trainer in between
@@ -105,29 +105,22 @@ class VersionPusher(Pusher):
             raise PushRefused(
                 f"the base was gone again {ATTEMPTS} times before the version came, the last time in {whose}"
             )
-        await self._add(report, replicas, transfers[-1], slept, verify)
+        await self._add(report, replicas, transfers[-1], verify)
         self._fill(report, replicas, transfers)
         report.coverage, report.reloaded = written
 
     async def _bring_base(
-        self,
-        report: SyncReport,
-        replicas: Sequence[Replica],
-        transfers: Sequence[Transfer],
-        slept: Mapping[int, int],
-        verify: bool,
+        self, report: SyncReport, replicas: Sequence[Replica], transfers: Sequence[Transfer], verify: bool
     ) -> None:
         """Bring the base to some engines. The others answer with their versions meanwhile."""
         base, pushed = transfers[-1].state, self._pushed
         without = {replica.index for replica in transfers[-1].replicas}
         stay = [replica.kept for replica in replicas if replica.index not in without]
         self._versions = tuple(one for one in self._versions if stay and all(one in kept for kept in stay))
-        await self._carry_out(report, replicas, transfers, slept, verify)
+        await self._carry_out(report, replicas, transfers, verify)
         self._pushed = pushed or replace(base, kind="adapter")  # the base alone is not what was asked for
 
-    async def _add(
-        self, report: SyncReport, replicas: Sequence[Replica], one: Transfer, slept: Mapping[int, int], verify: bool
-    ) -> None:
+    async def _add(self, report: SyncReport, replicas: Sequence[Replica], one: Transfer, verify: bool) -> None:
         """Add a version to all engines, or to none."""
         trainer, state = self._trainer, one.state
         for replica in replicas:
@@ -137,9 +130,8 @@ class VersionPusher(Pusher):
                 replica.stale = stale_requests(replica.served_tenants, state.tenants)
         switching = False
         try:
-            await _VersionRun(
-                trainer, self._sequence, one, rounding=self._rounding, verify=verify, name="", through=()
-            )(report)
+            run = TransferRun(trainer, self._sequence, one, rounding=self._rounding, verify=verify, name="", through=())
+            await run(report)
             await trainer.share(replicas)
             if not any(replica.error for replica in replicas):
                 switching = True
@@ -147,12 +139,12 @@ class VersionPusher(Pusher):
                     await trainer.each(replicas, partial(self._switch, state=state))
                     await trainer.share(replicas)
         except BaseException:  # interrupted, perhaps on this rank alone
-            await self._take_back(replicas, state, slept, switching)
+            await self._take_back(replicas, state, switching)
             raise
         if any(replica.error for replica in replicas):
             causes = {replica.index: replica.error for replica in replicas if replica.error}
             stuck: dict[int, str] = {}
-            for known in await trainer.gather(await self._take_back(replicas, state, slept, switching)):
+            for known in await trainer.gather(await self._take_back(replicas, state, switching)):
                 stuck |= known
             await trainer.close()
             raise _taken_back(state, causes, stuck)
@@ -170,7 +162,7 @@ class VersionPusher(Pusher):
                         replica.error,
                     )
                     replica.error = ""
-            await trainer.each(replicas, partial(self._sequence.go_on, slept=slept))
+            await trainer.each(replicas, self._sequence.go_on)
             await trainer.share(replicas)
         if failed := [replica for replica in replicas if replica.error]:
             raise PushFailed(
@@ -200,9 +192,7 @@ class VersionPusher(Pusher):
         gone, leaving = sorted(leave.difference(in_use)), sorted(leave.intersection(in_use))
         await self._sequence.tell(replica, "remove_versions", paths=gone, leaving=leaving)
 
-    async def _take_back(
-        self, replicas: Sequence[Replica], state: State, slept: Mapping[int, int], switching: bool
-    ) -> dict[int, str]:
+    async def _take_back(self, replicas: Sequence[Replica], state: State, switching: bool) -> dict[int, str]:
         """Have the engines whose handles are here drop a version that not all have.
 
         Args:
@@ -228,7 +218,7 @@ class VersionPusher(Pusher):
         for replica in replicas:
             replica.error = replica.error or "another engine failed"  # those that slept sleep again
             replica.paused_by_us = False  # one that stood still stays so, with its requests, until a push is through
-        await self._trainer.each(replicas, partial(self._sequence.go_on, slept=slept), failed=True)
+        await self._trainer.each(replicas, self._sequence.go_on, failed=True)
         return stuck
 
 
@@ -249,11 +239,3 @@ def _taken_back(state: State, causes: Mapping[int, str], stuck: Mapping[int, str
     return PushRefused(
         f"{said}. Version {state.version} was taken back: every engine answers with what it held before. Push again"
     )
-
-
-class _VersionRun(TransferRun):
-    """Brings a version to workers; nothing is committed with it."""
-
-    async def _finish(self, replica: Replica) -> None:
-        if self._verified is not None:
-            await self._check_arrived(replica, self._verified)

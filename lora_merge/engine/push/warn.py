@@ -21,43 +21,43 @@ def warn_of_differences(replicas: Sequence[Replica], ours: Mapping[str, Any], wa
     Returns:
         The differences of the first of these engines, in words; "" where there is none.
     """
-    found = [(replica, differences(ours, replica.workers[0].computing)) for replica in replicas]
-    for replica, differs in found:
-        if not differs or replica.control is None or (replica.index, differs) in warned:
-            continue
-        warned.add((replica.index, differs))
-        warnings.warn(
-            f"engine {replica.index} computes otherwise than the model whose weights it takes, because its "
-            f"configuration is another one: {differs}. Its answers are not that model's. Start the engine on that "
-            "model's own folder, without hf_overrides that the model does not have",
-            stacklevel=2,
-        )
-    return next((differs for _, differs in found if differs), "")
+    words = (
+        " computes otherwise than the model whose weights it takes, because its configuration is another one: {}. Its "
+        "answers are not that model's. Start the engine on that model's own folder, without hf_overrides that the "
+        "model does not have"
+    )
+    return _warn_of([(one, differences(ours, one.workers[0].computing)) for one in replicas], warned, words)
 
 
-def warn_of_calibrated(replicas: Sequence[Replica], warned: set[int]) -> str:
+def warn_of_calibrated(replicas: Sequence[Replica], warned: set[tuple[int, str]]) -> str:
     """Warn of engines whose KV cache keeps scales that were calibrated for other weights than they now hold.
 
     Args:
-        warned: engines that were warned of before; gets the others.
+        warned: what was warned of before; gets the rest.
 
     Returns:
         The layers of the first of these engines, in words; "" where there is none.
     """
-    found = [replica for replica in replicas if replica.calibrated]
-    for replica in found:
-        if replica.control is None or replica.index in warned:
-            continue
-        warned.add(replica.index)
-        warnings.warn(
-            f"engine {replica.index}: its KV cache keeps the scales of the checkpoint that it was started from, which "
-            f"were calibrated for that one's weights and not for those that are pushed: {replica.calibrated}. Keys and "
-            "values that outgrow the calibrated range (FP8: 448 times the scale) are cut off there. Where the policy "
-            "moves far, start the engine on a checkpoint without k_scale and v_scale, or calibrate them again for a "
-            "merged checkpoint and start it anew on that",
-            stacklevel=2,
-        )
-    return found[0].calibrated if found else ""
+    words = (
+        ": its KV cache keeps the scales of the checkpoint that it was started from, which were calibrated for that "
+        "one's weights and not for those that are pushed: {}. Keys and values that outgrow the calibrated range (FP8: "
+        "448 times the scale) are cut off there. Where the policy moves far, start the engine on a checkpoint without "
+        "k_scale and v_scale, or calibrate them again for a merged checkpoint and start it anew on that"
+    )
+    return _warn_of([(one, one.calibrated) for one in replicas], warned, words)
+
+
+def _warn_of(found: Sequence[tuple[Replica, str]], warned: set[tuple[int, str]], words: str) -> str:
+    """Warn of what was found in engines, once of each thing, and return the first of it; "" for none.
+
+    Args:
+        words: that follow the engine's number, with a place for what was found.
+    """
+    for replica, what in found:
+        if what and replica.control is not None and (replica.index, what) not in warned:
+            warned.add((replica.index, what))
+            warnings.warn(f"engine {replica.index}{words.format(what)}", stacklevel=3)
+    return next((what for _, what in found if what), "")
 
 
 def warn_of_lost(lost: Mapping[int, str], warned: dict[int, str]) -> None:

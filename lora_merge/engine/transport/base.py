@@ -1,11 +1,11 @@
 """A kind of transport: its two ends, `TrainerEnd` and `WorkerEnd`.
 
-A kind is one file with a subclass of each, and a row of `TRANSPORTS` in `routing.py`; `Sender` and `Receiver` do the
-same with all of them. The life of the two ends:
+A kind is one file with a subclass of each, and a row of `TRANSPORTS` in `routing.py`; `Sender` does the same
+with all of them. The life of the two ends:
 
     end = ShmSender(setup, [(0, 0), (0, 1)])        # a trainer's rank: opens what workers will connect to
     channel = end.channel((0, 0))                   # JSON values, brought to the worker by the engine's control plane
-    end.connect(gone)                               # while each worker makes its end: ShmReceiver(channel, device)
+    end.connect(gone)                               # while each worker makes its end: worker_end(channel, device)
     end.opened()                                    # when all of them have
 
     end.begin()                                     # a transfer: the workers are called now, and iterate `receive`
@@ -27,7 +27,7 @@ wait for a trainer that died: `receive` raises `TransferAborted`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -151,29 +151,60 @@ class TrainerEnd:
         """Free everything."""
 
 
+class Expected(NamedTuple):
+    """What comes to a worker in a transfer.
+
+    Args:
+        sizes: bytes of each bucket that comes, by its number, in order.
+        placed: those of them that the trainer writes to the engine's tensors by itself.
+        targets: of this worker's tensors, for a trainer in this process, which decides what it places.
+        compare: get the bucket of what was placed, too.
+        apart: those of them that not all workers of an NCCL group take.
+    """
+
+    sizes: Mapping[int, int]
+    placed: Container[int] = ()
+    targets: DirectTargets | None = None
+    compare: bool = False
+    apart: Container[int] = ()
+
+
 class WorkerEnd:
-    """A worker's end: see `Receiver`. `channel` is `TrainerEnd.channel`, and has `session` and `nbytes`, too.
+    """A worker's end.
+
+    Args:
+        channel: this worker's `Sender.channel`.
 
     Attributes:
         once: whether a worker that has left one transfer cannot take part in another.
+        over: whether no other transfer can follow, as it has left one.
+
+    Raises:
+        TransferAborted: another worker of the engine, or the trainer, failed at the same time.
+        InvalidInput: the channel is not one of ours.
     """
 
     once: ClassVar[bool] = False
 
     def __init__(self, channel: Mapping[str, Any], device: torch.device) -> None:
+        self.session, self.over = channel["session"], False
         self._nbytes, self._device = channel["nbytes"], device
 
-    def receive(
-        self,
-        sizes: Mapping[int, int],
-        placed: Container[int],
-        targets: DirectTargets | None,
-        compare: bool,
-        apart: Container[int],
-    ) -> Iterator[Received]:
-        """Receive buckets; arguments as for `Receiver.receive`."""
-        for index, data in zip(sizes, self.take(sizes, apart), strict=True):
-            yield Received(index, data, index in placed)
+    def receive(self, expected: Expected) -> Generator[Received, None, None]:
+        """Yield buckets. One may be read until the next one is asked for; work on the current stream counts.
+
+        Raises:
+            TransferAborted: the trainer gave up, or is gone.
+        """
+        try:
+            yield from self._received(expected)
+        except BaseException:
+            self.leave()
+            raise
+
+    def _received(self, expected: Expected) -> Iterator[Received]:
+        for index, data in zip(expected.sizes, self.take(expected.sizes, expected.apart), strict=True):
+            yield Received(index, data, index in expected.placed)
 
     def take(self, sizes: Mapping[int, int], apart: Container[int]) -> Iterator[Tensor]:
         """Yield the data of each bucket, to be read until the next one is asked for."""
@@ -181,6 +212,7 @@ class WorkerEnd:
 
     def leave(self) -> None:
         """Report that this worker failed, so that nobody waits for it."""
+        self.over = self.once
 
     def close(self) -> None:
-        """Free everything."""
+        """Free buffers, and unmap the other side's memory."""

@@ -67,25 +67,21 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-def host_id() -> str:
-    """Return a string that is equal for processes that can share memory and look each other up by process id."""
-    return _host_of(os.getpid())
-
-
+@cache
 def process_id() -> str:
     """Return a string that no other process has, on this host or another one, now or later."""
-    return _process_of(os.getpid())
+    return f"{os.getpid()} of {socket.gethostname()}, {secrets.token_hex(8)}"
 
 
 @cache
-def _process_of(pid: int) -> str:  # by the number, which changes after a fork
-    return f"{pid} of {socket.gethostname()}, {secrets.token_hex(8)}"
-
-
-@cache
-def _host_of(pid: int) -> str:
+def host_id() -> str:
+    """Return a string that is equal for processes that can share memory and look each other up by process id."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     mounts = SHARED.stat().st_dev if SHARED.exists() else 0
     processes = Path("/proc/self/ns/pid")
     names = [socket.gethostname(), boot.read_text().strip() if boot.exists() else "", str(mounts)]
     return "/".join([*names, str(processes.readlink()) if processes.exists() else ""])
+
+
+os.register_at_fork(after_in_child=process_id.cache_clear)
+os.register_at_fork(after_in_child=host_id.cache_clear)  # it may have other processes in sight

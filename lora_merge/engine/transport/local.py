@@ -4,13 +4,11 @@ that have a place in the engine are merged to there, with no bucket."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol
 
-import torch
-
 from ...stream.direct_targets import DirectTargets
-from .base import Received, TrainerEnd, WorkerEnd
+from .base import Expected, Received, TrainerEnd, WorkerEnd
 from .liveness import TransferAborted
 
 
@@ -33,19 +31,8 @@ class LocalSender(TrainerEnd):
 
 
 class LocalReceiver(WorkerEnd):
-    def __init__(self, channel: Mapping[str, Any], device: torch.device) -> None:
-        super().__init__(channel, device)
-        self._session = channel["session"]
-
-    def receive(
-        self,
-        sizes: Mapping[int, int],
-        placed: Container[int],
-        targets: DirectTargets | None,
-        compare: bool,
-        apart: Container[int],
-    ) -> Iterator[Received]:
-        sender = SENDERS.get(self._session)
+    def _received(self, expected: Expected) -> Iterator[Received]:
+        sender = SENDERS.get(self.session)
         if sender is None:
             raise TransferAborted("the trainer of this process is gone; push again")
-        yield from sender.pull(targets or DirectTargets({}), compare)
+        yield from sender.pull(expected.targets or DirectTargets({}), expected.compare)

@@ -3,6 +3,7 @@ buffers on the host."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import ctypes
 import os
@@ -23,21 +24,40 @@ _BUFFER_ID, _IS_MANAGED, _MEMPOOL_HANDLE = 7, 8, 17
 """CU_POINTER_ATTRIBUTE_*"""
 
 
-class SharedMemory:
-    """A file in shared memory that goes away with its owner, or one of another process.
+class MappableMemory:
+    """Memory of this process that others map, or of another one that this one maps.
+
+    Attributes:
+        handle: by which other processes map it.
+        tensor: its bytes.
+    """
+
+    handle: str
+    tensor: Tensor
+
+    def hide(self) -> None:
+        """Remove the name that it has, if it has one, once everybody has mapped it: a crash leaves nothing behind."""
+
+    def close(self) -> None:
+        """Free it, or unmap it here; no view of `tensor` may be used after that."""
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+class SharedMemory(MappableMemory):
+    """A file in shared memory that goes away with its owner, or one of another process; `handle` is its path.
 
     Args:
-        name: of a new file, or its `path` in the process that made it.
+        name: of a new file, or its `handle` in the process that made it.
 
     Raises:
         InvalidInput: the path is not one of ours, or there is not enough shared memory.
     """
 
     def __init__(self, name: str, nbytes: int, *, create: bool = False) -> None:
-        self.path = _checked(shared_path(name) if create else name)
+        self.handle = _checked(shared_path(name) if create else name)
         if create:
-            descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-            weakref.finalize(self, _unlink, self.path)
+            descriptor = os.open(self.handle, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+            weakref.finalize(self, _unlink, self.handle)
             try:
                 os.posix_fallocate(descriptor, 0, nbytes)
             except OSError as error:
@@ -48,29 +68,28 @@ class SharedMemory:
                 ) from error
             finally:
                 os.close(descriptor)
-        self.tensor: Tensor = _mapped(self.path, nbytes)
+        self.tensor = _mapped(self.handle, nbytes)
 
     def hide(self) -> None:
-        """Remove the file's name once everybody has mapped it, so that a crash leaves nothing behind."""
-        _unlink(self.path)
+        _unlink(self.handle)
 
 
 class NotExported(RuntimeError):
     """This memory cannot be mapped by another process."""
 
 
-class CudaMemory:
+class CudaMemory(MappableMemory):
     """A cudaMalloc of its own, or one of another process: memory of PyTorch's and vLLM's allocators cannot always be
-    exported (expandable segments, sleep mode). `close`, or the end of this object, frees it; no view of `tensor` may be
-    used after that.
+    exported (expandable segments, sleep mode). `close`, or the end of this object, frees it.
 
     Args:
         device: of `tensor`; another process may have made the memory on another device.
         handle: of another process's memory; None for memory of its own.
     """
 
-    def __init__(self, nbytes: int, device: torch.device, handle: bytes | None = None) -> None:
-        self._device, self._runtime, self._owner = device, _cuda_runtime(), handle is None
+    def __init__(self, nbytes: int, device: torch.device, handle: str | None = None) -> None:
+        self._runtime = _cuda_runtime()
+        free = self._runtime.cudaFree if handle is None else self._runtime.cudaIpcCloseMemHandle
         with torch.cuda.device(device):
             torch.cuda.current_stream(device)  # the context exists
             pointer = ctypes.c_void_p()
@@ -78,18 +97,16 @@ class CudaMemory:
                 self._check(self._runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(nbytes)), "cudaMalloc")
                 exported = _IpcHandle()
                 self._check(self._runtime.cudaIpcGetMemHandle(ctypes.byref(exported), pointer), "cudaIpcGetMemHandle")
-                handle = bytes(exported)
+                handle = str(exported)
             else:
                 flags = ctypes.c_uint(1)  # cudaIpcMemLazyEnablePeerAccess
-                code = self._runtime.cudaIpcOpenMemHandle(
-                    ctypes.byref(pointer), _IpcHandle.from_buffer_copy(handle), flags
-                )
+                theirs = _IpcHandle.from_buffer_copy(base64.b64decode(handle))
+                code = self._runtime.cudaIpcOpenMemHandle(ctypes.byref(pointer), theirs, flags)
                 self._check(code, "cudaIpcOpenMemHandle")
         self.handle = handle
         # Not by way of an array interface: a tensor on the device that uses it, also where the memory is another GPU's.
         storage = torch._C._construct_storage_from_data_pointer(pointer.value or 0, device, nbytes)
         self.tensor = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
-        free = self._runtime.cudaFree if self._owner else self._runtime.cudaIpcCloseMemHandle
         self._free = weakref.finalize(self, _give_back, free, pointer, device)
 
     def _check(self, code: int, what: str) -> None:
@@ -98,6 +115,7 @@ class CudaMemory:
             raise RuntimeError(f"{what} failed: {self._runtime.cudaGetErrorString(code).decode()}")
 
     def close(self) -> None:
+        super().close()
         self._free()
 
 
@@ -107,7 +125,7 @@ def _give_back(free: Any, pointer: ctypes.c_void_p, device: torch.device) -> Non
         free(pointer)
 
 
-def exported(storage: torch.UntypedStorage, handles: dict[int, bytes]) -> tuple[bytes, int, int]:
+def exported(storage: torch.UntypedStorage, handles: dict[int, str]) -> tuple[str, int, int]:
     """Return how other processes map a storage on a GPU: the handle of its allocation, the bytes of that, and the
     offset of the storage in it.
 
@@ -129,8 +147,8 @@ def exported(storage: torch.UntypedStorage, handles: dict[int, bytes]) -> tuple[
         if found or runtime.cudaIpcGetMemHandle(ctypes.byref(handle), ctypes.c_void_p(base.value)):
             runtime.cudaGetLastError()  # else the next kernel's check would find it
             raise NotExported(_maker(storage.data_ptr()))
-    handles[base.value] = bytes(handle)
-    return bytes(handle), nbytes.value, storage.data_ptr() - base.value
+    handles[base.value] = str(handle)
+    return handles[base.value], nbytes.value, storage.data_ptr() - base.value
 
 
 def _maker(address: int) -> str:
@@ -219,6 +237,9 @@ def _mapped(path: str, nbytes: int) -> Tensor:
 
 class _IpcHandle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_byte * 64)]
+
+    def __str__(self) -> str:
+        return base64.b64encode(bytes(self)).decode()
 
 
 def _cuda_runtime() -> Any:

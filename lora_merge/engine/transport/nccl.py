@@ -410,6 +410,7 @@ class NcclReceiver(WorkerEnd):
             group.rest()
 
     def leave(self) -> None:
+        super().leave()
         self._group.leave("a worker of the engine failed in the middle of a push")
 
     def close(self) -> None:

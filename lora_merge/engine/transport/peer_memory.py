@@ -7,7 +7,6 @@ exported (the memory of vLLM's sleep mode and SGLang's memory saver, expandable 
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import os
 import re
@@ -23,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...shards import Box
 from ...stream.buckets import dtype_name, dtype_of
 from ...stream.direct_targets import DirectTargets
-from .base import TrainerEnd, WorkerEnd
+from .base import TrainerEnd
 from .liveness import SHARED
 from .memory import CudaMemory, NotExported, SharedFiles, allocations, exported
 
@@ -131,14 +130,14 @@ class _Exporter:
 
     def __init__(self) -> None:
         self._files: SharedFiles | None = None
-        self._handles: dict[int, bytes] = {}
+        self._handles: dict[int, str] = {}
 
     def __call__(self, storage: torch.UntypedStorage, mark: int) -> tuple[dict[str, Any], int]:
         """Return how a storage is mapped, and its offset; raise `NotExported` if it cannot be. `mark` is of its
         allocation, as the next one at the same address may have the same handle."""
         if storage.device.type == "cuda":
             handle, nbytes, offset = exported(storage, self._handles)
-            return {"handle": base64.b64encode(handle).decode(), "nbytes": nbytes, "mark": mark}, offset
+            return {"handle": handle, "nbytes": nbytes, "mark": mark}, offset
         self._files = self._files or SharedFiles()
         path, file, nbytes, offset = self._files.exported(storage)
         return {"path": path, "file": file, "nbytes": nbytes}, offset
@@ -189,7 +188,7 @@ class MappedMemory:
             if not re.fullmatch(rf"/proc/{pid}/fd/\d+", path) or SHARED not in Path(path).readlink().parents:
                 raise RuntimeError(f"{path!r} is not shared memory of process {pid}")
             return _opened(path, spec["file"], spec["nbytes"])
-        self._memory.append(CudaMemory(spec["nbytes"], device, base64.b64decode(spec["handle"])))
+        self._memory.append(CudaMemory(spec["nbytes"], device, spec["handle"]))
         return self._memory[-1].tensor
 
     def close(self) -> None:
@@ -227,7 +226,7 @@ class DirectWriteSet(NamedTuple):
     """The names of the tensors that the trainer can write into every worker, the same on every rank; or `why` there are
     none."""
 
-    names: frozenset[str]
+    names: frozenset[str] = frozenset()
     why: str = ""
 
 
@@ -235,7 +234,7 @@ def direct(workers: Sequence[Found]) -> DirectWriteSet:
     """Find which tensors can be written straight into all of these workers."""
     why = next((worker["why"] for worker in workers if worker["why"]), "")
     if why or not workers:
-        return DirectWriteSet(frozenset(), why)
+        return DirectWriteSet(why=why)
     some = frozenset().union(*(worker["views"] for worker in workers))
     return DirectWriteSet(some.difference(*(worker["blocked"] for worker in workers)))
 
@@ -250,10 +249,6 @@ def united(mapped: Iterable[MappedMemory]) -> DirectTargets:
 
 
 class WriteSender(TrainerEnd):
-    """No buckets: the trainer writes through the `targets` of a `Route`."""
+    """No buckets: the trainer writes through the `targets` of a `Route`, and the worker takes nothing."""
 
     needs_buffers = False
-
-
-class WriteReceiver(WorkerEnd):
-    """Takes nothing."""

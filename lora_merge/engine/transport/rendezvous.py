@@ -37,9 +37,8 @@ class Store:
 
     def under(self, name: str) -> Store:
         """Return the part of the store that belongs to one group."""
-        part = Store(PrefixStore(name, self.plain), self._secret, self._address, self._port)
-        part._secret = hmac.digest(self._secret, name.encode(), "sha256")
-        return part
+        secret = hmac.digest(self._secret, name.encode(), "sha256")
+        return Store(PrefixStore(name, self.plain), secret, self._address, self._port)
 
     def channel(self) -> dict[str, Any]:
         """Return how other processes reach the store: JSON values, with the secret."""

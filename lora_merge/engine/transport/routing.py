@@ -34,9 +34,9 @@ from .base import TrainerEnd, WorkerEnd
 from .base import WorkerId as WorkerId
 from .liveness import host_id
 from .local import LocalReceiver, LocalSender
-from .mailbox import IpcReceiver, IpcSender, ShmReceiver, ShmSender
+from .mailbox import IpcSender, MailboxReceiver, ShmSender
 from .nccl import NcclReceiver, NcclSender
-from .peer_memory import WriteReceiver, WriteSender
+from .peer_memory import WriteSender
 from .tcp_receiver import TcpReceiver
 from .tcp_sender import TcpSender
 
@@ -54,12 +54,17 @@ TRANSPORTS = {
     "nccl": Transport(NcclSender, NcclReceiver),
     "tcp": Transport(TcpSender, TcpReceiver),
     "local": Transport(LocalSender, LocalReceiver),
-    "shm": Transport(ShmSender, ShmReceiver),
-    "ipc": Transport(IpcSender, IpcReceiver),
-    "write": Transport(WriteSender, WriteReceiver),
+    "shm": Transport(ShmSender, MailboxReceiver),
+    "ipc": Transport(IpcSender, MailboxReceiver),
+    "write": Transport(WriteSender, WorkerEnd),
 }
 """All that have ends, by name. `assign` takes the first one that reaches a worker, and a bucket is handed over in this
 order: first to those that only enqueue it. (A pull needs no end: the worker has mapped what it reads.)"""
+
+
+def worker_end(channel: Mapping[str, Any], device: torch.device) -> WorkerEnd:
+    """Make a worker's end, by its `Sender.channel`."""
+    return TRANSPORTS[channel["kind"]].worker(channel, device)
 
 
 class Route(NamedTuple):

@@ -74,7 +74,7 @@ class Sender:
         return [torch.empty(self.nbytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
 
     def channel(self, replica: int, worker: int) -> dict[str, Any]:
-        """Return what this worker's `Receiver` gets: JSON values."""
+        """Return what `worker_end` gets for this worker: JSON values."""
         kind = self.kinds[replica, worker]
         return {"session": self.session, "kind": kind, "nbytes": self.nbytes} | self.ends[kind].channel(
             (replica, worker)

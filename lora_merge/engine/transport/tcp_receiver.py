@@ -40,7 +40,8 @@ class TcpReceiver(WorkerEnd):
 
     def __init__(self, channel: Mapping[str, Any], device: torch.device) -> None:
         super().__init__(channel, device)
-        self._at, self._members, self._why = channel["at"], channel["members"], ""
+        self._leads, self._members, self._why = channel["at"] == 0, channel["members"], ""
+        self._mine = WORKERS + WORDS * channel["at"]
         self._file: SharedMemory | None = None
         self._link: TcpLink | None = None
         self._box: Any = None  # int64
@@ -51,29 +52,21 @@ class TcpReceiver(WorkerEnd):
         try:
             if self._leads:
                 self._prepare(channel["shared"])  # before the trainer tells the others that it exists
-            self._link = link = _reached(channel)
+            r, w = channel["place"]
+            secret = bytes.fromhex(channel["secret"])
+            self._link = link = reach(channel["address"], channel["port"], secret, (r, w))
             _answer(link, Kind.READY)
             if not self._leads:
                 self._prepare(channel["shared"])
-            self._sign()
+            box: Any = self._box
+            box[self._mine + PID] = os.getpid()
+            if self._file is not None and box[WORKERS + PID :: WORDS].all():
+                self._file.hide()  # all have mapped it
             if device.type != "cpu":
                 self._bucket = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
         except BaseException:
             self.close()
             raise
-
-    @property
-    def _leads(self) -> bool:
-        return self._at == 0
-
-    @property
-    def _mine(self) -> int:
-        return WORKERS + WORDS * self._at
-
-    def _sign(self) -> None:
-        self._box[self._mine + PID] = os.getpid()
-        if self._file is not None and self._box[WORKERS + PID :: WORDS].all():
-            self._file.hide()  # all have mapped it: a crash leaves nothing behind
 
     def _prepare(self, name: str) -> None:
         """Make the mailbox and the buffers, or map the leader's."""
@@ -123,6 +116,7 @@ class TcpReceiver(WorkerEnd):
             self._thread.join()
 
     def leave(self) -> None:
+        super().leave()
         if self._box is not None and self._leads:
             self._give_up(_FAILED)
         elif self._box is not None:
@@ -196,11 +190,6 @@ _ABORTED = {
     _FAILED: "the worker that takes the buckets for this host failed, or died, in the middle of a push",
 }
 """Why no more comes, by the word that the leader writes for the others."""
-
-
-def _reached(channel: Mapping[str, Any]) -> TcpLink:
-    r, w = channel["place"]
-    return reach(channel["address"], channel["port"], bytes.fromhex(channel["secret"]), (r, w))
 
 
 def _answer(link: TcpLink, wanted: Kind) -> Frame:

@@ -19,17 +19,16 @@ class Stepped(RuntimeError):
 
 
 class Lease:
-    """A worker's reservation for one trainer, from the first call of a push to the last, or until that trainer dies."""
+    """A worker's reservation for one trainer, from the first call of a push to the last, or until that trainer dies.
+
+    Attributes:
+        owner: name of the trainer; "" where no push is under way.
+    """
 
     def __init__(self) -> None:
-        self._owner, self._host, self._pid, self._born, self._push = "", "", 0, 0, ""
+        self.owner, self._host, self._pid, self._born, self._push = "", "", 0, 0, ""
         self._heard, self._at = 0.0, 0
         self._steps: int | None = None
-
-    @property
-    def owner(self) -> str:
-        """Name of the trainer; "" where no push is under way."""
-        return self._owner
 
     def take(
         self, owner: str, host: str, pid: int, push: str = "", born: int = 0, at: int = 0, living: Collection[str] = ()
@@ -48,10 +47,10 @@ class Lease:
             who else is in the middle of a push, in words; the lease is then not taken. "" if it is.
         """
         same = (host, pid, born) == (self._host, self._pid, self._born)
-        over = same and at > self._at and self._owner not in living  # its end was never heard here
-        if self._owner not in ("", owner) and not over and self._owner_lives():
+        over = same and at > self._at and self.owner not in living  # its end was never heard here
+        if self.owner not in ("", owner) and not over and self._owner_lives():
             return f"process {self._pid} on {self._host.partition('/')[0]}"
-        self._owner, self._host, self._pid, self._born, self._push = owner, host, pid, born, push
+        self.owner, self._host, self._pid, self._born, self._push = owner, host, pid, born, push
         self._at, self._steps = at, None
         self.hear()
         return ""
@@ -59,10 +58,10 @@ class Lease:
     def check(self, owner: str, push: str | None = None) -> None:
         """Raise `LeaseLost` unless this trainer has the lease, for this push or, with None, for any. Every call of a
         push checks that."""
-        if owner == self._owner and push not in (None, self._push):
+        if owner == self.owner and push not in (None, self._push):
             raise LeaseLost("this call was left behind by a push that was broken off; another one has begun")
-        if owner != self._owner:
-            whose = "another" if self._owner else "no"
+        if owner != self.owner:
+            whose = "another" if self.owner else "no"
             raise LeaseLost(
                 f"this engine is not in the middle of this trainer's push: {whose} trainer holds it now; push again "
                 "when nobody else does"
@@ -87,9 +86,9 @@ class Lease:
 
     def end(self, owner: str, push: str | None = None) -> bool:
         """Give the lease back; return whether the trainer had it, for this push or, with None, for any."""
-        held = owner == self._owner and push in (None, self._push)
+        held = owner == self.owner and push in (None, self._push)
         if held:
-            self._owner = ""
+            self.owner = ""
         return held
 
     def _owner_lives(self) -> bool:

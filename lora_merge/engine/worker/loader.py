@@ -11,9 +11,10 @@ engine's own `Loader` overrides what is different there.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -60,11 +61,15 @@ class DryRunReport:
     _exports: ExportedMemory | None = None
 
     @property
+    def blocked(self) -> set[str]:
+        """Names that are more here than boxes of parameters in the stream's dtype."""
+        return self.staged.union(self.copies).difference(self.targets.views)
+
+    @property
     def exports(self) -> ExportedMemory:
         """How trainers in other processes of this host map `targets`."""
         if self._exports is None or (self._exports.digest and not self._exports.hold()):
-            blocked = self.staged.union(self.copies).difference(self.targets.views)
-            self._exports = ExportedMemory(self.targets, blocked)
+            self._exports = ExportedMemory(self.targets, self.blocked)
         return self._exports
 
     def pieces(self, name: str, window: Window) -> Iterator[Piece]:
@@ -76,10 +81,8 @@ class DryRunReport:
     @cached_property
     def digest(self) -> str:
         """Equal for two reports of which the trainer would get the same."""
-        a = self.answer
-        by_name = sorted(a.partial.items()), sorted(a.dtypes.items())
-        sent = (a.refused, a.ignored, a.absent, a.missing, self.elements, *by_name, a.dropped, a.kept, a.renames)
-        return hashlib.blake2b(repr(sent).encode(), digest_size=16).hexdigest()
+        sent = json.dumps([asdict(self.answer), self.elements], sort_keys=True)
+        return hashlib.blake2b(sent.encode(), digest_size=16).hexdigest()
 
 
 class Loader:

@@ -59,11 +59,8 @@ class Merger:
 
     def wanted(self, spec: UpdateSpec) -> frozenset[str]:
         """Return the tensors of the base that an update, and what follows it, need to be kept here and that are not."""
-        return self._needs(spec).difference(self._kept)
-
-    def _needs(self, spec: UpdateSpec) -> frozenset[str]:
         layers = self._layers_of(self._touched(spec))
-        return layers | spec.whole if self.own else layers - spec.whole
+        return (layers | spec.whole if self.own else layers - spec.whole).difference(self._kept)
 
     def holds(self, contents: str) -> bool:
         """Return True if the base still lies where it was, with the same contents."""

@@ -142,9 +142,8 @@ def export_memory(worker: Worker, session: WorkerSession, digest: str) -> dict[s
 
 @OPERATIONS.register
 def blocked_tensors(worker: Worker, session: WorkerSession, digest: str) -> dict[str, Any]:
-    """Return the names in a table that are more here than boxes of parameters in their dtype, as `blocked`."""
-    report = _report(session, digest)
-    return {"blocked": sorted(report.staged.union(report.copies).difference(report.targets.views))}
+    """Return the names in a table that are `DryRunReport.blocked`, as `blocked`."""
+    return {"blocked": sorted(_report(session, digest).blocked)}
 
 
 @OPERATIONS.register

@@ -38,10 +38,10 @@ from ..fingerprint import Sampler
 from ..payload.checksums import add_checksums
 from ..payload.spec import UpdateSpec
 from ..state import WEIGHTS, State, change
-from ..transport.base import Received
+from ..transport.base import Expected, Received, WorkerEnd
 from ..transport.lent import Loan
 from ..transport.liveness import alive
-from ..transport.receiver import Receiver
+from ..transport.routing import worker_end
 from .lease import Lease
 from .loader import DryRunReport, Loader
 from .merger import Merger
@@ -114,10 +114,10 @@ class WorkerSession:
         self.device, self.modules, self.loader = loader.device, loader.modules, loader
         self.asleep, self.cache_asleep = asleep, cache_asleep
         self.name = secrets.token_hex(8)
-        self.receiver: Receiver | None = None
+        self.receiver: WorkerEnd | None = None
         self.tables: dict[str, Table] = {}
         self.lease = Lease()
-        self.loan: Callable[[], Loan | None] = _no_loan
+        self.loan: Callable[[], Loan | None] = lambda: None
         self.held, self.writing = State(), False
         self.served, self.served_tenants = self.held.kind, self.held.tenants
         self.incoming: IncomingPush | None = None
@@ -271,7 +271,7 @@ class WorkerSession:
         self.disconnect()
         if self.pull_owner != self.lease.owner:
             self.drop_pulls()
-        self.receiver = Receiver(channel, self.device)
+        self.receiver = worker_end(channel, self.device)
 
     def disconnect(self) -> None:
         """Unmap the trainer's memory, and drop plans that read it."""
@@ -316,14 +316,16 @@ class WorkerSession:
         """Receive the buckets of a table, and call `use` with each and its slots.
 
         Args:
-            verify, targets, placed, apart: as for `Receiver.receive`.
+            verify: note checksums.
+            targets, placed, apart: as for `Expected`.
             sent: which buckets come; None for all.
         """
         if self.receiver is None:
             raise RuntimeError("no trainer is connected")
         self.checksums, self.intact = {}, {}
         sizes = {index: extent(table[index]) for index in (range(len(table)) if sent is None else sent)}
-        with closing(self.receiver.receive(sizes, frozenset(placed), targets, verify, frozenset(apart))) as buckets:
+        expected = Expected(sizes, frozenset(placed), targets, verify, frozenset(apart))
+        with closing(self.receiver.receive(expected)) as buckets:
             for received in buckets:
                 if verify and received.data is not None:
                     add_checksums(self.checksums, table[received.index], received.data)
@@ -333,10 +335,6 @@ class WorkerSession:
         """Note whether the parameters hold the values of a bucket."""
         for name, same in self.loader.arrived(report, slots, data, placed).items():
             self.intact[name] = self.intact.get(name, True) and same
-
-
-def _no_loan() -> Loan | None:
-    return None
 
 
 def _watch(session: ref[WorkerSession], target: ref[PullTarget]) -> None:
