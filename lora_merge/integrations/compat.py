@@ -62,10 +62,14 @@ class Release:
         """
         lacking = [missing for where, attributes in names.items() for missing in _missing(where, attributes)]
         if lacking:
-            raise TrainerRefused(
-                f"{self.trainer} {self.installed} does not offer {', '.join(lacking)}, which lora_merge uses; tested "
-                f"with {', '.join(self.tested)}. {off(self.trainer)}"
-            )
+            raise self.lacks(lacking)
+
+    def lacks(self, names: Sequence[str]) -> TrainerRefused:
+        """Return the refusal of a release that lacks names."""
+        return TrainerRefused(
+            f"{self.trainer} {self.installed} does not offer {', '.join(names)}, which lora_merge uses; tested with "
+            f"{', '.join(self.tested)}. {off(self.trainer)}"
+        )
 
     def announce(self, took_over: str) -> None:
         """Log one line, on the first rank: what was taken over, and with which releases that was tested.
