@@ -105,7 +105,8 @@ class Release:
 
 
 def _say(what: str) -> None:
-    if _rank() == 0:
+    ranks = dist.is_available() and dist.is_initialized()
+    if (dist.get_rank() if ranks else int(os.environ.get("RANK", "0") or 0)) == 0:
         announce(f"lora_merge {what}")
 
 
@@ -127,9 +128,3 @@ def _missing(where: str, attributes: Sequence[str]) -> list[str]:
     except Exception as error:  # of a library that it imports, perhaps: a torchvision of another torch raises any
         return [f"{where.replace(':', '.')} ({root_of(error)})"]
     return [f"{where.replace(':', '.')}.{name}" for name in attributes if not hasattr(owner, name)]
-
-
-def _rank() -> int:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    return int(os.environ.get("RANK", "0") or 0)

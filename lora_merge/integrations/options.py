@@ -13,8 +13,14 @@ from ..errors import InvalidInput
 SWITCH = "LORA_MERGE"
 _OFF = ("", "0", "false", "no", "off")
 _ON = ("1", "true", "yes", "on")
-_CHOICES: dict[str, Any] = {"mode": Mode, "rounding": Rounding, "train": Train, "cache": Cache, "merge": Merge}
-"""Options that are words, with the type that lists these."""
+_CHOICES: dict[str, tuple[str, Any]] = {
+    "mode": (f"{SWITCH}_MODE", Mode),
+    "rounding": (f"{SWITCH}_ROUNDING", Rounding),
+    "train": (f"{SWITCH}_TRAIN", Train),
+    "cache": (f"{SWITCH}_CACHE", Cache),
+    "merge": (f"{SWITCH}_MERGE", Merge),
+}
+"""Options that are words -> their variable, and the type that lists the words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +57,8 @@ class Options:
     merge: Merge = "auto"
 
     def __post_init__(self) -> None:
-        for name, known in _CHOICES.items():
-            check_choice(name, getattr(self, name), known, f" (or {SWITCH}_{name.upper()})")
+        for name, (variable, known) in _CHOICES.items():
+            check_choice(name, getattr(self, name), known, f" (or {variable})")
         if self.check is not None and not 0 < self.check < 1:
             raise InvalidInput(f"check must lie between 0 and 1, got {self.check} (or {SWITCH}_CHECK)")
         if self.share:
@@ -101,8 +107,7 @@ class Options:
                 f"{SWITCH}_MERGE={found[f'{SWITCH}_MERGE']} is for verl: leave it out, or pass merge= to VllmSync in a "
                 "script of your own"
             )
-        variables = {name: f"{SWITCH}_{name.upper()}" for name in _CHOICES}
-        words: dict[str, Any] = {name: found[variable] for name, variable in variables.items() if variable in found}
+        words: dict[str, Any] = {name: found[variable] for name, (variable, _) in _CHOICES.items() if variable in found}
         return cls(**words, check=_bound(check), verify=_flag(f"{SWITCH}_VERIFY", verify), share=share)
 
 
