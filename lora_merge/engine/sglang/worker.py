@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...shards.ranks import Ranks
 from ...stream.buckets import dtype_name
 from ..configs import computing
 from ..state import State
@@ -40,7 +39,10 @@ def lora_merge(manager: Any, request: str) -> Any:
     """
     from sglang.srt.managers.io_struct import CheckWeightsReqOutput
 
-    answers = Ranks(manager.tp_cpu_group).gather(respond(SglangWorker(manager), OPERATIONS, request))
+    group, mine = manager.tp_cpu_group, respond(SglangWorker(manager), OPERATIONS, request)
+    answers = [mine] * dist.get_world_size(group)
+    if len(answers) > 1:
+        dist.all_gather_object(answers, mine, group=group)
     return CheckWeightsReqOutput(success=True, message=f"[{', '.join(answers)}]")
 
 
