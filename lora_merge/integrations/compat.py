@@ -62,10 +62,14 @@ class Release:
         """
         lacking = [missing for where, attributes in names.items() for missing in _missing(where, attributes)]
         if lacking:
-            raise TrainerRefused(
-                f"{self.trainer} {self.installed} does not offer {', '.join(lacking)}, which lora_merge uses; tested "
-                f"with {', '.join(self.tested)}. {off(self.trainer)}"
-            )
+            raise self.lacks(lacking)
+
+    def lacks(self, names: Sequence[str]) -> TrainerRefused:
+        """Return the refusal of a release that lacks names."""
+        return TrainerRefused(
+            f"{self.trainer} {self.installed} does not offer {', '.join(names)}, which lora_merge uses; tested with "
+            f"{', '.join(self.tested)}. {off(self.trainer)}"
+        )
 
     def announce(self, took_over: str) -> None:
         """Log one line, on the first rank: what was taken over, and with which releases that was tested.
@@ -101,7 +105,8 @@ class Release:
 
 
 def _say(what: str) -> None:
-    if _rank() == 0:
+    ranks = dist.is_available() and dist.is_initialized()
+    if (dist.get_rank() if ranks else int(os.environ.get("RANK", "0") or 0)) == 0:
         announce(f"lora_merge {what}")
 
 
@@ -123,9 +128,3 @@ def _missing(where: str, attributes: Sequence[str]) -> list[str]:
     except Exception as error:  # of a library that it imports, perhaps: a torchvision of another torch raises any
         return [f"{where.replace(':', '.')} ({root_of(error)})"]
     return [f"{where.replace(':', '.')}.{name}" for name in attributes if not hasattr(owner, name)]
-
-
-def _rank() -> int:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    return int(os.environ.get("RANK", "0") or 0)

@@ -13,6 +13,14 @@ from ..errors import InvalidInput
 SWITCH = "LORA_MERGE"
 _OFF = ("", "0", "false", "no", "off")
 _ON = ("1", "true", "yes", "on")
+_CHOICES: dict[str, tuple[str, Any]] = {
+    "mode": (f"{SWITCH}_MODE", Mode),
+    "rounding": (f"{SWITCH}_ROUNDING", Rounding),
+    "train": (f"{SWITCH}_TRAIN", Train),
+    "cache": (f"{SWITCH}_CACHE", Cache),
+    "merge": (f"{SWITCH}_MERGE", Merge),
+}
+"""Options that are words -> their variable, and the type that lists the words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,32 +57,20 @@ class Options:
     merge: Merge = "auto"
 
     def __post_init__(self) -> None:
-        given = (
-            ("mode", self.mode, Mode),
-            ("rounding", self.rounding, Rounding),
-            ("train", self.train, Train),
-            ("cache", self.cache, Cache),
-            ("merge", self.merge, Merge),
-        )
-        for name, value, known in given:
-            check_choice(name, value, known, f" (or {SWITCH}_{name.upper()})")
+        for name, (variable, known) in _CHOICES.items():
+            check_choice(name, getattr(self, name), known, f" (or {variable})")
         if self.check is not None and not 0 < self.check < 1:
             raise InvalidInput(f"check must lie between 0 and 1, got {self.check} (or {SWITCH}_CHECK)")
         if self.share:
             object.__setattr__(self, "train", "merged")
-        if self.share and self.mode != "merged":
-            raise InvalidInput(
-                f"share=True shares merged weights, got mode={self.mode!r} ({SWITCH}_SHARE, {SWITCH}_MODE)"
-            )
-        if self.cache == "keep" and self.mode != "merged":
-            raise InvalidInput(
-                f"cache='keep' is for merged weights, got mode={self.mode!r} ({SWITCH}_CACHE, {SWITCH}_MODE)"
-            )
-        if self.train == "merged" and self.mode != "merged":
-            raise InvalidInput(
-                "train='merged' trains the policy that mode='merged' serves, got "
-                f"mode={self.mode!r} ({SWITCH}_TRAIN, {SWITCH}_MODE)"
-            )
+        for_merged = {
+            "SHARE": "share=True shares merged weights" if self.share else "",
+            "CACHE": "cache='keep' is for merged weights" if self.cache == "keep" else "",
+            "TRAIN": "train='merged' trains the policy that mode='merged' serves" if self.train == "merged" else "",
+        }
+        for name, why in for_merged.items():
+            if why and self.mode != "merged":
+                raise InvalidInput(f"{why}, got mode={self.mode!r} ({SWITCH}_{name}, {SWITCH}_MODE)")
 
     @classmethod
     def from_environment(
@@ -94,7 +90,9 @@ class Options:
             merges: the same of choosing who merges.
         """
         found = os.environ if environment is None else environment
-        if shares_weights(found) and not shares:
+        check, verify = (found.get(f"{SWITCH}_{name}", "") for name in ("CHECK", "VERIFY"))
+        share = _flag(f"{SWITCH}_SHARE", found.get(f"{SWITCH}_SHARE", ""))
+        if share and not shares:
             raise InvalidInput(
                 f"{SWITCH}_SHARE=1 is for TRL and ms-swift, and not with Megatron: leave it out, or pass share=True to "
                 "VllmSync in a script of your own"
@@ -109,39 +107,23 @@ class Options:
                 f"{SWITCH}_MERGE={found[f'{SWITCH}_MERGE']} is for verl: leave it out, or pass merge= to VllmSync in a "
                 "script of your own"
             )
-        named: dict[str, Any] = {  # words, which are checked
-            "mode": found.get(f"{SWITCH}_MODE", "merged"),
-            "rounding": found.get(f"{SWITCH}_ROUNDING", "nearest"),
-            "train": found.get(f"{SWITCH}_TRAIN", "adapters"),
-            "cache": found.get(f"{SWITCH}_CACHE", "reset"),
-            "merge": found.get(f"{SWITCH}_MERGE", "auto"),
-        }
-        check, verify = (found.get(f"{SWITCH}_{name}", "") for name in ("CHECK", "VERIFY"))
-        return cls(**named, check=_bound(check), verify=_flag(f"{SWITCH}_VERIFY", verify), share=shares_weights(found))
+        words: dict[str, Any] = {name: found[variable] for name, (variable, _) in _CHOICES.items() if variable in found}
+        return cls(**words, check=_bound(check), verify=_flag(f"{SWITCH}_VERIFY", verify), share=share)
 
 
-def trains_merged(environment: Mapping[str, str] | None = None) -> bool:
+def trains_merged(environment: Mapping[str, str] = os.environ) -> bool:
     """Return True if LORA_MERGE_TRAIN=merged is set."""
-    found = os.environ if environment is None else environment
-    return found.get(f"{SWITCH}_TRAIN") == "merged"
+    return environment.get(f"{SWITCH}_TRAIN") == "merged"
 
 
-def shares_weights(environment: Mapping[str, str] | None = None) -> bool:
-    """Return True if LORA_MERGE_SHARE=1 is set."""
-    found = os.environ if environment is None else environment
-    return _flag(f"{SWITCH}_SHARE", found.get(f"{SWITCH}_SHARE", ""))
-
-
-def switched_on(environment: Mapping[str, str] | None = None) -> bool:
+def switched_on(environment: Mapping[str, str] = os.environ) -> bool:
     """Return True if LORA_MERGE=1 is set."""
-    found = os.environ if environment is None else environment
-    return _flag(SWITCH, found.get(SWITCH, ""))
+    return _flag(SWITCH, environment.get(SWITCH, ""))
 
 
-def switched_off(environment: Mapping[str, str] | None = None) -> bool:
+def switched_off(environment: Mapping[str, str] = os.environ) -> bool:
     """Return True if LORA_MERGE=0 is set, which leaves a trainer as it is."""
-    found = os.environ if environment is None else environment
-    return bool(found.get(SWITCH)) and not switched_on(found)
+    return bool(environment.get(SWITCH)) and not switched_on(environment)
 
 
 def _flag(name: str, value: str) -> bool:

@@ -22,12 +22,12 @@ class KeptSync:
         self.sync: VllmSync | None = None
         self._model: Any = None
 
-    def of(self, model: Any, engine: Any, options: Options) -> VllmSync:
+    def of(self, model: Any, engine: Any, options: Options, **more: Any) -> VllmSync:
         """Return the `VllmSync` for this model. For another model than before, make a new one and close the old.
         Collective.
 
         Args:
-            engine: as for `VllmSync`.
+            engine, more: as for `VllmSync`.
 
         Raises:
             as `VllmSync`.
@@ -42,6 +42,7 @@ class KeptSync:
                 rounding=options.rounding,
                 share=options.share,
                 cache=options.cache,
+                **more,
             )
             self._model = model
         return self.sync

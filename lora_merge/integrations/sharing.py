@@ -7,12 +7,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..engine.vllm.stand_in import stands_in
 from ..engine.vllm.sync import VllmSync
 
 
@@ -35,15 +35,11 @@ def waiting(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def then_waiting(start: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a method that starts the engine of an object, whose `model` waits meanwhile."""
-
-    @wraps(start)
-    def started(self: Any) -> Any:
-        with waiting(self.model):
-            return start(self)
-
-    return started
+@stands_in
+def then_waiting(start: Callable[[Any], Any], owner: Any) -> Any:
+    """Start the engine of an object, whose `model` waits meanwhile."""
+    with waiting(owner.model):
+        return start(owner)
 
 
 def how_sharded(accelerator: Any) -> str:

@@ -53,9 +53,7 @@ class TrainsMerged(TrainerCallback):
         if control.should_save:
             self.pause()
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Bring the base back, as in `on_step_end`."""
-        self.on_step_end(args, state, control)
+    on_epoch_end = on_step_end
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Bring the base back: after an evaluation that is the best one yet a checkpoint may follow."""

@@ -202,7 +202,9 @@ class HttpControl(OneServer, SglangControl):
         try:
             answer = self._server.post("weights_checker", body={"action": action})
         except Answered as error:
-            answer = _json(error.body)
+            answer = {}
+            with contextlib.suppress(ValueError):
+                answer = json.loads(error.body)
             if not _has_message(answer):
                 raise
         except NoRoute as error:
@@ -260,13 +262,6 @@ def _without_plugin(release: str, message: str) -> Unfit:
         f"SGLang {release} itself answers ({message}), and not lora_merge's plugin for it: is lora-merge installed "
         f"where its schedulers run, and does SGLANG_PLUGINS allow it{others}"
     )
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
 
 
 def _has_message(answer: Any) -> bool:

@@ -27,80 +27,38 @@ _STRUCTURES = "sglang.srt.managers.io_struct."
 _OF_CALLERS = tuple(
     _STRUCTURES + name for name in ("CheckWeightsReqInput", "ContinueGenerationReqInput", "PauseGenerationReqInput")
 )
-_OF_WORKERS = (
-    *(
-        _STRUCTURES + name
-        for name in (
-            "CheckWeightsReqOutput",
-            "PauseGenerationReqInput",
-            "ReleaseMemoryOccupationReqInput",
-            "ResumeMemoryOccupationReqInput",
-        )
-    ),
+_OF_WORKERS: tuple[str, ...] = (
+    f"{_STRUCTURES}CheckWeightsReqOutput",
+    f"{_STRUCTURES}PauseGenerationReqInput",
+    f"{_STRUCTURES}ReleaseMemoryOccupationReqInput",
+    f"{_STRUCTURES}ResumeMemoryOccupationReqInput",
     "sglang.srt.layers.quantization.unquant",
     "sglang.srt.lora.layers.BaseLayerWithLoRA",
 )
 _LORA_REFERENCE = "sglang.srt.lora.lora_registry.LoRARef"
 _LORA_MODULES = "sglang.srt.lora.utils.get_normalized_target_modules"
 _OF_MANAGERS = (
-    "scheduler",
-    "tp_worker",
-    "draft_worker",
-    "tp_cpu_group",
-    "offload_tags",
-    "is_fully_idle",
-    "memory_saver_adapter",
-    "release_memory_occupation",
-    "resume_memory_occupation",
+    *("scheduler", "tp_worker", "draft_worker", "tp_cpu_group", "is_fully_idle"),
+    *("offload_tags", "memory_saver_adapter", "release_memory_occupation", "resume_memory_occupation"),
 )
 _OF_SCHEDULERS = (
-    "pause_generation",
-    "flush_cache",
-    "waiting_queue",
-    "running_batch",
-    "last_batch",
-    "chunked_req",
-    "grammar_manager",
-    "server_args",
-    "model_config",
-    "_engine_paused",
-    "forward_ct",
+    *("waiting_queue", "running_batch", "last_batch", "chunked_req", "grammar_manager", "forward_ct"),
+    *("pause_generation", "_engine_paused", "flush_cache", "server_args", "model_config"),
 )
 _OF_ARGUMENTS = (
-    "cpu_offload_gb",
-    "disaggregation_mode",
-    "dp_size",
-    "enable_dp_attention",
-    "enable_eplb",
-    "enable_hierarchical_cache",
-    "enable_lmcache",
-    "enable_lora",
-    "enable_weights_cpu_backup",
-    "ep_num_redundant_experts",
-    "init_expert_location",
-    "model_impl",
-    "offload_group_size",
-    "pp_size",
-    "speculative_algorithm",
-    "tp_size",
-    "weight_cache_mode",
+    *("pp_size", "dp_size", "enable_dp_attention", "disaggregation_mode"),
+    *("enable_eplb", "ep_num_redundant_experts", "init_expert_location"),
+    *("cpu_offload_gb", "offload_group_size", "enable_weights_cpu_backup", "weight_cache_mode"),
+    *("enable_hierarchical_cache", "enable_lmcache"),
+    *("enable_lora", "model_impl", "speculative_algorithm"),
 )
 _OF_LORA = (
-    "loras",
-    "target_modules",
-    "max_lora_rank",
-    "dtype",
-    "load_lora_adapter_from_tensors",
-    "unload_lora_adapter",
+    *("loras", "target_modules", "max_lora_rank", "dtype"),
+    *("load_lora_adapter_from_tensors", "unload_lora_adapter"),
 )
 _OF_TOKENIZERS = (
-    "check_weights",
-    "continue_generation",
-    "event_loop",
-    "is_pause",
-    "is_pause_cond",
-    "lora_registry",
-    "pause_generation",
+    *("check_weights", "lora_registry", "event_loop"),
+    *("pause_generation", "continue_generation", "is_pause", "is_pause_cond"),
 )
 _LABELS = ("update_weight_version", "_update_weight_version_if_provided")
 """The second one of SGLang 0.5.17."""

@@ -39,22 +39,11 @@ def lora_merge(manager: Any, request: str) -> Any:
     """
     from sglang.srt.managers.io_struct import CheckWeightsReqOutput
 
-    answers = _gathered(respond(SglangWorker(manager), OPERATIONS, request), manager.tp_cpu_group)
+    group, mine = manager.tp_cpu_group, respond(SglangWorker(manager), OPERATIONS, request)
+    answers = [mine] * dist.get_world_size(group)
+    if len(answers) > 1:
+        dist.all_gather_object(answers, mine, group=group)
     return CheckWeightsReqOutput(success=True, message=f"[{', '.join(answers)}]")
-
-
-def _gathered(text: str, group: Any) -> list[str]:
-    """Return the texts of all ranks, on every rank."""
-    world = dist.get_world_size(group)
-    if world == 1:
-        return [text]
-    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(world)]
-    dist.all_gather(sizes, torch.tensor([len(data)], device="cpu"), group=group)
-    longest = max(int(size) for size in sizes)
-    texts = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in range(world)]
-    dist.all_gather(texts, torch.nn.functional.pad(data, (0, longest - len(data))), group=group)
-    return [bytes(t[: int(size)].tolist()).decode() for t, size in zip(texts, sizes, strict=True)]
 
 
 class SglangWorker:

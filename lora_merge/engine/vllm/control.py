@@ -70,6 +70,8 @@ class LlmControl(Control):
     plugins = "VLLM_PLUGINS"
     versions = ""
     _of_core = _SYNCHRONOUS
+    _utility = "call_utility"
+    """The method of its engine's client that calls one of the core."""
 
     def __init__(self, handle: Any) -> None:
         super().__init__(handle)
@@ -96,7 +98,16 @@ class LlmControl(Control):
         return "" if transfer is None or transfer.backend == BACKEND else other_backend(transfer.backend)
 
     async def _ask(self, request: str) -> Sequence[str]:
-        return await self._call("collective_rpc", WORKER_METHOD, args=(request,))
+        return await self._collective(WORKER_METHOD, request)
+
+    async def _collective(self, method: str, *arguments: Any) -> Sequence[str]:
+        """Call a method of all workers, or one of the core that `answering` reaches; return the answers."""
+        found: Sequence[str] = await self._call("collective_rpc", method, args=arguments)
+        return found
+
+    async def _core(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the core in another process."""
+        return await self._call(f"engine_core.{self._utility}", method, *arguments)
 
     async def paused(self) -> bool:
         return bool(await self._call("is_sleeping"))
@@ -130,14 +141,12 @@ class LlmControl(Control):
         return bool(await self._call("reset_prefix_cache", running, connector))
 
     async def will_keep(self) -> str:
-        return await self._kept(WILL_KEEP)
+        (said,) = await self._collective(WILL_KEEP)
+        return said
 
     async def keep_cache(self) -> bool:
-        return await self._kept(KEEP_CACHE) == str(True)
-
-    async def _kept(self, method: str) -> str:
-        """Call a function of kept.py in the core."""
-        return str((await self._call("collective_rpc", method))[0])
+        (said,) = await self._collective(KEEP_CACHE)
+        return said == str(True)
 
     async def reset_media_caches(self) -> None:
         # Not reset_mm_cache: it empties the processors' caches, which hold inputs as the user sent them, on one side
@@ -149,7 +158,7 @@ class LlmControl(Control):
         core = getattr(getattr(self.engine, "engine_core", None), "engine_core", None)
         if hasattr(core, HOLDERS):  # in this process
             return str(getattr(core, HOLDERS)())
-        return await self._holders_elsewhere() if self._reaches_core() else await self._tried()
+        return str(await self._core(HOLDERS)) if self._reaches_core() else await self._tried()
 
     async def check_versions(self) -> None:
         core = getattr(getattr(self.engine, "engine_core", None), "engine_core", None)
@@ -161,16 +170,13 @@ class LlmControl(Control):
             )
 
     async def allow_adapters(self, paths: Sequence[str], end: bool) -> list[str]:
-        answers = await self._call("collective_rpc", ADAPTERS, args=(_allowing(paths, end),))
+        answers = await self._collective(ADAPTERS, _allowing(paths, end))
         shut(self.engine, paths)
         return _in_use(answers[0])
 
     async def end_tenants_requests(self, merged: bool, ids: Sequence[int], served: Sequence[int]) -> None:
-        await self._call("collective_rpc", TENANTS, args=(merged, ids, served))
+        await self._collective(TENANTS, merged, ids, served)
         shut(self.engine, tenants=served)
-
-    async def _holders_elsewhere(self) -> str:
-        return str(await self._call("engine_core.call_utility", HOLDERS))
 
     async def _tried(self) -> str:
         """Implement `holders` where the core cannot be asked: there are some if a reset of its blocks fails now."""
@@ -215,11 +221,11 @@ class LlmControl(Control):
         """Return True if `lora_merge_calls` can be called in the engine's core, in another process."""
         # The logger is told of some calls on their way.
         core, logs = getattr(self.engine, "engine_core", None), getattr(self.engine, "logger_manager", None)
-        return bool(self.workers) and hasattr(core, "call_utility") and not logs
+        return bool(self.workers) and hasattr(core, self._utility) and not logs
 
     async def _in_core(self, asked: Sequence[Sequence[Any]]) -> str:
         """Return the answer of `lora_merge_calls`."""
-        return str(await self._call("engine_core.call_utility", CALLS, asked))
+        return str(await self._core(CALLS, asked))
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         call = partial(attrgetter(method)(self.engine), *args, **kwargs)
@@ -232,6 +238,7 @@ class AsyncControl(LlmControl):
     suspends = True
     beats = True
     _of_core = _ASYNCHRONOUS
+    _utility = "call_utility_async"
 
     @property
     def ends_requests(self) -> bool:
@@ -255,16 +262,10 @@ class AsyncControl(LlmControl):
 
     async def end_wrong_mode_requests(self, adapter: bool) -> None:
         if self._reaches_core():
-            await self._call("engine_core.call_utility_async", WRONG_MODE, adapter)
-
-    async def _holders_elsewhere(self) -> str:
-        return str(await self._call("engine_core.call_utility_async", HOLDERS))
+            await self._core(WRONG_MODE, adapter)
 
     def _reaches_core(self) -> bool:
-        return hasattr(getattr(self.engine, "engine_core", None), "call_utility_async")
-
-    async def _in_core(self, asked: Sequence[Sequence[Any]]) -> str:
-        return str(await self._call("engine_core.call_utility_async", CALLS, asked))
+        return hasattr(getattr(self.engine, "engine_core", None), self._utility)
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return await watched(attrgetter(method)(self.engine)(*args, **kwargs), self.workers)
@@ -343,10 +344,10 @@ class HttpControl(OneServer, LlmControl):
             handle, "is this the URL of a vLLM server, and was it started with VLLM_SERVER_DEV_MODE=1?"
         )
 
-    async def _ask(self, request: str) -> Sequence[str]:
-        answer = self._server.post("collective_rpc", body={"method": WORKER_METHOD, "args": [request]})
+    async def _collective(self, method: str, *arguments: Any) -> Sequence[str]:
+        answer = self._server.post("collective_rpc", body={"method": method, "args": arguments})
         results = answer.get("results")
-        if not isinstance(results, list) or not results or not all(map(_is_object, results)):
+        if not isinstance(results, list) or not results or not all(map(_ANSWERS.get(method, _is_object), results)):
             raise self._server.unlike(answer)
         return results
 
@@ -373,15 +374,7 @@ class HttpControl(OneServer, LlmControl):
         for card in cards:
             if str(card.get("root", "")).startswith(PREFIX) and card["root"] not in paths:
                 self._server.confirm("v1/unload_lora_adapter", {"lora_name": card["id"]})
-        body = {"method": ADAPTERS, "args": [_allowing(paths, end)]}
-        answer = self._server.post("collective_rpc", body=body)
-        results = answer.get("results")
-        if not isinstance(results, list) or not results or not _is_object(results[0]):
-            raise self._server.unlike(answer)
-        return _in_use(results[0])
-
-    async def end_tenants_requests(self, merged: bool, ids: Sequence[int], served: Sequence[int]) -> None:
-        self._server.post("collective_rpc", body={"method": TENANTS, "args": [merged, ids, served]})
+        return await super().allow_adapters(paths, end)
 
     async def paused(self) -> bool:
         answer = self._server.get("is_paused")
@@ -419,13 +412,6 @@ class HttpControl(OneServer, LlmControl):
             raise self._server.unlike(answer)
         return bool(answer.get("success", True))
 
-    async def _kept(self, method: str) -> str:
-        answer = self._server.post("collective_rpc", body={"method": method})
-        results = answer.get("results")
-        if not isinstance(results, list) or len(results) != 1 or not isinstance(results[0], str):
-            raise self._server.unlike(answer)
-        return results[0]
-
     async def reset_media_caches(self) -> None:
         self._server.do("reset_encoder_cache", {})
 
@@ -440,6 +426,18 @@ def _is_object(answer: Any) -> bool:
         return isinstance(json.loads(answer), dict)
     except (TypeError, ValueError):
         return False
+
+
+def _is_text(answer: Any) -> bool:
+    return isinstance(answer, str)
+
+
+_ANSWERS: dict[str, Callable[[Any], bool]] = {
+    WILL_KEEP: _is_text,
+    KEEP_CACHE: _is_text,
+    TENANTS: lambda answer: True,  # which says nothing
+}
+"""Methods of the core that answer otherwise than by an object of JSON -> whether this is such an answer."""
 
 
 async def _stands(control: Control) -> bool:

@@ -99,23 +99,30 @@ class _Calls:
         self._late = False
         self.ended: Future[str] = Future()
 
-    def go_on(self) -> None:
+    def go_on(self, late: Future[Any] | None = None) -> None:
+        """Make the calls that are left.
+
+        Args:
+            late: what the first of them has returned before, which has ended by now.
+        """
         while self._left:
-            name, arguments, wanted, unless = self._left.pop(0)
-            if unless is not None and self._returned[unless]:
-                self._returned.append(None)
-                continue
+            name, arguments, wanted, unless = self._left[0]
             try:
-                found = self._method(name)(*arguments)
-                if isinstance(found, Future):
-                    self._left.insert(0, (name, (), wanted, None))
-                    found.add_done_callback(self._came)
-                    return
-                if not self._may_go_on(found, wanted):
-                    break
+                if unless is not None and self._returned[unless]:
+                    self._returned.append(None)
+                else:
+                    found = self._method(name)(*arguments) if late is None else late.result()
+                    if isinstance(found, Future):
+                        self._late = True
+                        found.add_done_callback(self.go_on)
+                        return
+                    if not self._may_go_on(found, wanted):
+                        break
             except Exception as error:
                 self._end(f"{name}: {error}")
                 return
+            late = None
+            del self._left[0]
         self._end()
 
     def _method(self, name: str) -> Callable[..., Any]:
@@ -123,19 +130,6 @@ class _Calls:
             return lambda *arguments: None  # this release does not have it
         method: Callable[..., Any] = getattr(self._core, name.removesuffix("?"))
         return method
-
-    def _came(self, found: Future[Any]) -> None:
-        self._late = True
-        name, _, wanted, _ = self._left.pop(0)
-        try:
-            goes_on = self._may_go_on(found.result(), wanted)
-        except Exception as error:
-            self._end(f"{name}: {error}")
-        else:
-            if goes_on:
-                self.go_on()
-            else:
-                self._end()
 
     def _may_go_on(self, found: Any, wanted: Sequence[Any]) -> bool:
         self._returned.append(found)

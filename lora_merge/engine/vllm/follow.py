@@ -29,6 +29,7 @@ from typing import Any
 
 from ...errors import InvalidInput
 from . import internals
+from .stand_in import stands_in
 
 VARIABLE = "LORA_MERGE_FOLLOW"
 _log = logging.getLogger(__name__)
@@ -142,26 +143,18 @@ def install(url: str) -> None:
     stepped.__init__ = _warning(stepped.__init__)
 
 
-def switched_on() -> str:
-    """Return the store that the environment names; "" for none."""
-    return os.environ.get("LORA_MERGE_FOLLOW", "")
-
-
-def _following(make: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(make)
-    def __init__(engine: Any, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("client_count", 1) > 1:
-            raise InvalidInput(
-                f"{VARIABLE} needs one API server for an engine, got --api-server-count {kwargs['client_count']}: "
-                "leave it out, or run lora-merge follow beside the server"
-            )
-        make(engine, *args, **kwargs)
-        following = Following(engine, getattr(type(engine), _ATTRIBUTE))
-        engine.__dict__[_ATTRIBUTE] = following
-        with contextlib.suppress(RuntimeError):  # no event loop runs yet: the first request begins it
-            following.begin()
-
-    return __init__
+@stands_in
+def _following(make: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
+    if kwargs.get("client_count", 1) > 1:
+        raise InvalidInput(
+            f"{VARIABLE} needs one API server for an engine, got --api-server-count {kwargs['client_count']}: "
+            "leave it out, or run lora-merge follow beside the server"
+        )
+    make(engine, *args, **kwargs)
+    following = Following(engine, getattr(type(engine), _ATTRIBUTE))
+    engine.__dict__[_ATTRIBUTE] = following
+    with contextlib.suppress(RuntimeError):  # no event loop runs yet: the first request begins it
+        following.begin()
 
 
 def _waiting(add: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,25 +166,19 @@ def _waiting(add: Callable[..., Any]) -> Callable[..., Any]:
     return add_request
 
 
-def _ending(end: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(end)
-    def shutdown(engine: Any, *args: Any, **kwargs: Any) -> None:
-        following = engine.__dict__.get(_ATTRIBUTE)
-        if following is not None:
-            following.end()
-        end(engine, *args, **kwargs)
-
-    return shutdown
+@stands_in
+def _ending(end: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
+    following = engine.__dict__.get(_ATTRIBUTE)
+    if following is not None:
+        following.end()
+    end(engine, *args, **kwargs)
 
 
-def _warning(make: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(make)
-    def __init__(engine: Any, *args: Any, **kwargs: Any) -> None:
-        warnings.warn(
-            f"{VARIABLE} does nothing for an LLM, which runs only when its owner steps it: use "
-            "lora_merge.Follower(llm, url).step() between two calls",
-            stacklevel=2,
-        )
-        make(engine, *args, **kwargs)
-
-    return __init__
+@stands_in
+def _warning(make: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
+    warnings.warn(
+        f"{VARIABLE} does nothing for an LLM, which runs only when its owner steps it: use "
+        "lora_merge.Follower(llm, url).step() between two calls",
+        stacklevel=3,
+    )
+    make(engine, *args, **kwargs)

@@ -33,9 +33,6 @@ class PipeControl(AsyncControl):
         super().__init__(connection)
         self._connection, self._lock, self.over = connection, threading.Lock(), False
 
-    def config(self) -> Any:
-        return None
-
     def say(self, *message: Any) -> None:
         """Send what nobody answers."""
         with self._lock:

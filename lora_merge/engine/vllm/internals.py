@@ -11,33 +11,27 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-_LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
-_WHERE = {
-    "get_layerwise_info": _LAYERWISE,
-    "_place_kernel_tensors": _LAYERWISE,
-    "_layerwise_process": _LAYERWISE,
-    "_get_original_loader": _LAYERWISE,
-    "restore_layer_on_meta": "vllm.model_executor.model_loader.reload.meta",
-    "materialize_layer": "vllm.model_executor.model_loader.reload.meta",
-    "get_layer_params_buffers": "vllm.model_executor.model_loader.reload.utils",
-    "get_layer_tensors": "vllm.model_executor.model_loader.reload.utils",
-    "LayerReloadingInfo": "vllm.model_executor.model_loader.reload.types",
-    "get_model_loader": "vllm.model_executor.model_loader",
-    "Attention": "vllm.model_executor.layers.attention",
-    "MLAAttention": "vllm.model_executor.layers.attention",
-    "MMEncoderAttention": "vllm.model_executor.layers.attention",
-    "BaseLayerWithLoRA": "vllm.lora.layers",
-    "LoRAModel": "vllm.lora.lora_model",
-    "PEFTHelper": "vllm.lora.peft_helper",
-    "CuMemAllocator": "vllm.device_allocator.cumem",
-    "unmap_and_release": "vllm.device_allocator.cumem",
-    "get_tp_group": "vllm.distributed.parallel_state",
-    "KVConnectorBase_V1": "vllm.distributed.kv_transfer.kv_connector.v1.base",
-    "get_kv_transfer_group": "vllm.distributed.kv_transfer",
-    "has_kv_transfer_group": "vllm.distributed.kv_transfer",
-    "EngineCoreRequestType": "vllm.v1.engine",
-    "RequestStatus": "vllm.v1.request",
+_RELOAD = "vllm.model_executor.model_loader.reload"
+_OF_MODULES = {
+    f"{_RELOAD}.layerwise": (
+        *("get_layerwise_info", "_place_kernel_tensors", "_layerwise_process", "_get_original_loader"),
+    ),
+    f"{_RELOAD}.meta": ("restore_layer_on_meta", "materialize_layer"),
+    f"{_RELOAD}.utils": ("get_layer_params_buffers", "get_layer_tensors"),
+    f"{_RELOAD}.types": ("LayerReloadingInfo",),
+    "vllm.model_executor.model_loader": ("get_model_loader",),
+    "vllm.model_executor.layers.attention": ("Attention", "MLAAttention", "MMEncoderAttention"),
+    "vllm.lora.layers": ("BaseLayerWithLoRA",),
+    "vllm.lora.lora_model": ("LoRAModel",),
+    "vllm.lora.peft_helper": ("PEFTHelper",),
+    "vllm.device_allocator.cumem": ("CuMemAllocator", "unmap_and_release"),
+    "vllm.distributed.parallel_state": ("get_tp_group",),
+    "vllm.distributed.kv_transfer.kv_connector.v1.base": ("KVConnectorBase_V1",),
+    "vllm.distributed.kv_transfer": ("get_kv_transfer_group", "has_kv_transfer_group"),
+    "vllm.v1.engine": ("EngineCoreRequestType",),
+    "vllm.v1.request": ("RequestStatus",),
 }
+_WHERE = {name: module for module, names in _OF_MODULES.items() for name in names}
 _LATER = {
     "is_deferred_attention_layer": "vllm.model_executor.layers.attention",
     "build_mm_input_norm": "vllm.model_executor.layers.fusion.mm_input_norm",

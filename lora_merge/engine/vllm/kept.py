@@ -20,6 +20,7 @@ from typing import Any
 from ..adapter_versions import label_of
 from .kept_requests import answering
 from .names import KEEP_CACHE, WILL_KEEP
+from .stand_in import stands_in
 
 SPANS = "lora_merge"
 """Key under which an answer's `kv_transfer_params` say its versions: the only field that vLLM carries through from its
@@ -116,23 +117,19 @@ def _tells(request: Any, output: Any) -> bool:
     return output.finish_reason is not None or bool(request.sampling_params.stop) or _HISTORY in vars(request)
 
 
-def noting(set_version: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
-    """Return `EngineCore.set_weight_version`, which first notes on every request in flight where the old version
-    ends. (An engine notes from its start on: the first push that keeps may come late in a request.)"""
-
-    @functools.wraps(set_version)
-    def set_weight_version(core: Any, weight_version: str) -> None:
-        before = core.get_weight_version()
-        for request in core.scheduler.requests.values():
-            if _begun(request):
-                # In its owner's process, an engine that schedules ahead (async_scheduling) has a step under way, of
-                # which nothing was delivered yet.
-                sampled = request.num_output_tokens + request.num_output_placeholders
-                noted = (before, sampled, request.num_computed_tokens, request.num_preemptions)
-                vars(request).setdefault(_HISTORY, []).append(noted)
-        set_version(core, weight_version)
-
-    return set_weight_version
+@stands_in
+def noting(set_version: Callable[[Any, str], None], core: Any, weight_version: str) -> None:
+    """Set the version of an engine, but first note on every request in flight where the old one ends. (An engine notes
+    from its start on: the first push that keeps may come late in a request.)"""
+    before = core.get_weight_version()
+    for request in core.scheduler.requests.values():
+        if _begun(request):
+            # In its owner's process, an engine that schedules ahead (async_scheduling) has a step under way, of which
+            # nothing was delivered yet.
+            sampled = request.num_output_tokens + request.num_output_placeholders
+            noted = (before, sampled, request.num_computed_tokens, request.num_preemptions)
+            vars(request).setdefault(_HISTORY, []).append(noted)
+    set_version(core, weight_version)
 
 
 def _spans(request: Any, version: str) -> dict[str, Any]:
@@ -171,9 +168,10 @@ OF_CORE: Mapping[str, Callable[[Any], Any]] = {WILL_KEEP: lora_merge_will_keep, 
 """Methods that the plugin adds to vLLM's `EngineCore`, by name."""
 
 
-def _in_words(function: Callable[[Any], Any]) -> Callable[[Any], str]:
-    """Return a function of a core whose answer is text, as servers and actors hand it on."""
-    return lambda core: str(function(core))
+@stands_in
+def _in_words(function: Callable[[Any], Any], core: Any) -> str:
+    """Answer by text, as servers and actors hand it on."""
+    return str(function(core))
 
 
 def hook(core: Any) -> None:

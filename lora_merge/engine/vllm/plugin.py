@@ -3,14 +3,15 @@ started, `vllm.platform_plugins` in every process that imports it."""
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
 from .names import BACKEND, registered
+from .stand_in import stands_in
 
 
 def early() -> None:
@@ -50,9 +51,9 @@ def register() -> None:
 
         return lora_merge(self, request)
 
-    from .follow import install, switched_on
+    from .follow import install
 
-    if url := switched_on():
+    if url := os.environ.get("LORA_MERGE_FOLLOW"):
         install(url)
     if not registered():
         WorkerBase.__init__ = _watching(WorkerBase.__init__)
@@ -69,17 +70,13 @@ def register() -> None:
         hook(core.EngineCore)
 
 
-def _watching(make: Callable[..., None]) -> Callable[..., None]:
-    """Return the constructor of workers, which first begins to note what loaders read, and mends kernels. (`register`
-    itself would import vLLM's loaders in every process.)"""
+@stands_in
+def _watching(make: Callable[..., None], worker: Any, *args: Any, **kwargs: Any) -> None:
+    """Make a worker, but first begin to note what loaders read, and then mend kernels. (`register` itself would import
+    vLLM's loaders in every process.)"""
+    from .loading.loaded_files import watch
+    from .mixed_batches import mend
 
-    @functools.wraps(make)
-    def __init__(worker: Any, *args: Any, **kwargs: Any) -> None:
-        from .loading.loaded_files import watch
-        from .mixed_batches import mend
-
-        watch()
-        make(worker, *args, **kwargs)
-        mend(worker.vllm_config)
-
-    return __init__
+    watch()
+    make(worker, *args, **kwargs)
+    mend(worker.vllm_config)

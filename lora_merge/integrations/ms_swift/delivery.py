@@ -122,15 +122,13 @@ class Served:
         self._whole = False
         self._version += 1
         report = SyncReport(self._version, "merged", transports=("swift's server",))
-        error: Exception | None = None
-        try:
+        errors: list[Exception] = []
+        with noted(errors):
             self._send(self._weights, report)
-        except Exception as raised:
-            error = raised
         world = Ranks(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
-        failures = world.gather(None if error is None else error_text(error))
-        if error is not None:
-            raise error
+        failures = world.gather(error_text(errors[0]) if errors else None)
+        if errors:
+            raise errors[0]
         for rank, failure in enumerate(failures):
             if failure is not None:
                 raise PushFailed(f"trainer rank {rank}: {failure}")

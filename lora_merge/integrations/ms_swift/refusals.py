@@ -1,4 +1,4 @@
-"""Refusals of what cannot be served; each names the flag of swift's to change."""
+"""Refusals of what cannot be served: each raises `TrainerRefused`, which names the flag of swift's to change."""
 
 from __future__ import annotations
 
@@ -20,9 +20,6 @@ def refuse(model: Any, args: Any, options: Options) -> None:
     Args:
         model: as swift loaded it.
         args: swift's training arguments.
-
-    Raises:
-        TrainerRefused: names the flag.
     """
     _refuse_any(args, options)
     info = model.model_info
@@ -31,11 +28,7 @@ def refuse(model: Any, args: Any, options: Options) -> None:
 
 
 def trained_merged(model: nn.Module, rounding: Rounding) -> TrainsMerged:
-    """Return what trains the model on its merged weights.
-
-    Raises:
-        TrainerRefused: it cannot be trained so; names the flag.
-    """
+    """Return what trains the model on its merged weights; refuse what cannot be trained so."""
     try:
         return TrainsMerged(model, rounding)
     except (InvalidInput, UnsupportedAdapter) as error:
@@ -46,11 +39,7 @@ def trained_merged(model: nn.Module, rounding: Rounding) -> TrainsMerged:
 
 
 def refuse_sharded(accelerator: Any) -> None:
-    """Refuse to share weights that training will shard.
-
-    Raises:
-        TrainerRefused: names what shards them.
-    """
+    """Refuse to share weights that training will shard."""
     if how := how_sharded(accelerator):
         raise _refused(
             f"{SWITCH}_SHARE=1, and {how} shards the trainer's weights over its ranks: no rank holds one as its engine "
@@ -59,11 +48,7 @@ def refuse_sharded(accelerator: Any) -> None:
 
 
 def refuse_megatron(args: Any, options: Options) -> None:
-    """Refuse a `megatron rlhf` that cannot be taken over, before swift makes a model.
-
-    Raises:
-        TrainerRefused: names the flag.
-    """
+    """Refuse a `megatron rlhf` that cannot be taken over, before swift makes a model."""
     _refuse_any(args, options)
     if args.model_info.quant_method:
         raise _quantised(args.model_info, "on one that is not, without --quant_method and --quant_bits")
@@ -135,11 +120,7 @@ def _quantised_on_disk(folder: str) -> bool:
 
 
 def refuse_server(takes_adapters: bool) -> None:
-    """Refuse a server that puts an adapter of its own on top of merged weights, if one was ever loaded there.
-
-    Raises:
-        TrainerRefused: names the flag.
-    """
+    """Refuse a server that puts an adapter of its own on top of merged weights, if one was ever loaded there."""
     if takes_adapters:
         raise _refused(
             "the server takes adapters, and an adapter that was loaded there would count on top of the merged weights: "
@@ -155,9 +136,6 @@ def refuse_check(model: nn.Module, args: Any, template: Any, forward: bool) -> N
         args: swift's training arguments.
         template: swift's.
         forward: whether the check runs the model itself.
-
-    Raises:
-        TrainerRefused: names the flags.
     """
     wrong = []
     if forward and template.sequence_parallel_size > 1:
@@ -168,7 +146,7 @@ def refuse_check(model: nn.Module, args: Any, template: Any, forward: bool) -> N
 
 
 def _refuse_filters(args: Any, more: list[str]) -> None:
-    """Raise `TrainerRefused` if answers are sampled otherwise than from the policy.
+    """Refuse the check where answers are sampled otherwise than from the policy.
 
     Args:
         more: further reasons, in words.

@@ -5,9 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import torch
-
-from ...stream.buckets import dtype_of
 from ..compat import TrainerRefused
 from ..options import Options
 from ..pushing import KeptSync
@@ -29,13 +26,6 @@ class Asynchronous(Rollout):
         super().__init__(trainer, generation, options)
         self._kept = KeptSync()
         self._own_transfer: Any = None
-        self._dtype: torch.dtype | None = None
-
-    @property
-    def engine_dtype(self) -> torch.dtype:
-        if self._dtype is None:
-            self._dtype = dtype_of(str(self.trainer.vllm_client.get_dtype()).removeprefix("torch."))
-        return self._dtype
 
     def check(self) -> None:
         kind = type(self.trainer).__name__

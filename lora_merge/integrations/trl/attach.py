@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -72,7 +73,8 @@ def attach(
     """
     if switched_off():
         return None
-    options = _options(mode, rounding, check, verify, train, share, cache)
+    chosen = {"mode": mode, "rounding": rounding, "check": check, "verify": verify, "train": train}
+    options = _options(chosen | {"share": share, "cache": cache})
     kind: type[Rollout]
     if asynchronous(trainer):
         check_asynchronous(trainer)
@@ -108,22 +110,12 @@ def attached(trainer: Any) -> Rollout | None:
     return rollout if rollout is not None and rollout.trainer is trainer else None
 
 
-def _options(
-    mode: Mode | None,
-    rounding: Rounding | None,
-    check: float | bool | None,
-    verify: bool | None,
-    train: Train | None,
-    share: bool | None,
-    cache: Cache | None,
-) -> Options:
+def _options(chosen: Mapping[str, Any]) -> Options:
     """Return the options that were passed, and those of the environment for the rest."""
-    chosen: dict[str, Any] = {"mode": mode, "rounding": rounding, "check": check, "verify": verify, "train": train}
-    chosen |= {"share": share, "cache": cache}
     passed = {name: value for name, value in chosen.items() if value is not None}
-    if isinstance(check, bool):
+    if isinstance(check := chosen["check"], bool):
         passed["check"] = 0.02 if check else None
-    if share and train == "adapters":
+    if chosen["share"] and chosen["train"] == "adapters":
         raise InvalidInput("share=True trains on merged weights, and train='adapters' does not: leave train out")
     return replace(Options.from_environment(trains=True, shares=True), **passed)
 

@@ -41,14 +41,7 @@ def check_asynchronous(trainer: Any) -> None:
     if not hasattr(trainer.args, "vllm_server_base_url"):
         lacking.append("args.vllm_server_base_url")
     if lacking:
-        raise _lacks(", ".join(lacking))
-
-
-def _lacks(names: str) -> TrainerRefused:
-    return TrainerRefused(
-        f"TRL {RELEASE.installed} does not offer {names}, which lora_merge uses; tested with "
-        f"{', '.join(RELEASE.tested)}. {OFF}"
-    )
+        raise RELEASE.lacks(lacking)
 
 
 def generation_of(trainer: Any) -> Any:
@@ -77,5 +70,5 @@ def generation_of(trainer: Any) -> Any:
     lacking = [f"VLLMGeneration.{name}" for name in needed if not hasattr(generation, name)]
     lacking += [f"{kind.__name__}.{name}" for name in ("_metrics", "model_wrapped") if not hasattr(trainer, name)]
     if generation is None or lacking:
-        raise _lacks(", ".join(lacking) if generation is not None else f"{kind.__name__}.vllm_generation")
+        raise RELEASE.lacks(lacking if generation is not None else [f"{kind.__name__}.vllm_generation"])
     return generation

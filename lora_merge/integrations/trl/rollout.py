@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from importlib import import_module
 from typing import Any
 
@@ -235,19 +236,16 @@ class Server(Rollout):
         super().__init__(trainer, generation, options)
         self._weights: MergedWeights | None = None
         self._passing: Counted | None = None
-        self._dtype: torch.dtype | None = None
 
-    @property
+    @cached_property
     def engine_dtype(self) -> torch.dtype:
-        if self._dtype is None:
-            from accelerate.utils import broadcast_object_list
+        from accelerate.utils import broadcast_object_list
 
-            answer = [None]
-            if self.generation.accelerator.is_main_process:
-                answer = [self.generation.vllm_client.get_server_info()["model_config"]["dtype"]]
-            broadcast_object_list(answer)
-            self._dtype = dtype_of(str(answer[0]).removeprefix("torch."))
-        return self._dtype
+        answer = [None]
+        if self.generation.accelerator.is_main_process:
+            answer = [self.generation.vllm_client.get_server_info()["model_config"]["dtype"]]
+        broadcast_object_list(answer)
+        return dtype_of(str(answer[0]).removeprefix("torch."))
 
     def check(self) -> None:
         apart = (("mode", "adapter", "'merged'"), ("verify", True, "False"), ("share", True, "False"))

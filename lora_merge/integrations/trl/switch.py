@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import wraps
 from importlib import import_module
 from typing import Any, get_args
 
+from ...engine.vllm.stand_in import stands_in
 from ...shards.bitsandbytes import bits
 from ..compat import TrainerRefused
 from ..options import Options
@@ -31,17 +31,14 @@ def install() -> None:
             setattr(Trainer, name, _attached_first(getattr(Trainer, name)))
 
 
-def _attached_first(method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def first(self: Any, *args: Any, **kwargs: Any) -> Any:
-        detached = getattr(self, "_lora_merge_detached", False)
-        if _rolls_out_by_trl(self) and attached(self) is None and not detached and attach(self) is not None:
-            replaced = vars(self).get(method.__name__)  # by attaching
-            if replaced is not None:
-                return replaced(*args, **kwargs)
-        return method(self, *args, **kwargs)
-
-    return first
+@stands_in
+def _attached_first(method: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    detached = getattr(trainer, "_lora_merge_detached", False)
+    if _rolls_out_by_trl(trainer) and attached(trainer) is None and not detached and attach(trainer) is not None:
+        replaced = vars(trainer).get(method.__name__)  # by attaching
+        if replaced is not None:
+            return replaced(*args, **kwargs)
+    return method(trainer, *args, **kwargs)
 
 
 def _rolls_out_by_trl(trainer: Any) -> bool:
@@ -53,36 +50,32 @@ def _rolls_out_by_trl(trainer: Any) -> bool:
     return hasattr(trainer, "vllm_generation") or (own and bool(by_vllm))
 
 
-def _then_prepare(init: Callable[..., None]) -> Callable[..., None]:
-    @wraps(init)
-    def prepared(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        if GENERATION in sys.modules:  # the trainer makes one of it after this
-            _prepare_engine(import_module(GENERATION).VLLMGeneration)
-
-    return prepared
+@stands_in
+def _then_prepare(init: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
+    init(trainer, *args, **kwargs)
+    if GENERATION in sys.modules:  # the trainer makes one of it after this
+        _prepare_engine(import_module(GENERATION).VLLMGeneration)
 
 
 def _prepare_engine(kind: Any) -> None:
     """Start engines with `enable_lora` in adapter mode, and unquantised where bitsandbytes quantises the trainer's
     base: a push brings what the codes stand for, and the adapters. TRL has no flags for these."""
-    if _INSTALLED in vars(kind):
-        return
-    setattr(kind, _INSTALLED, True)
-    start = kind._init_vllm
+    if _INSTALLED not in vars(kind):
+        setattr(kind, _INSTALLED, True)
+        kind._init_vllm = _with_options(kind._init_vllm)
 
-    @wraps(start)
-    def started(self: Any) -> None:
-        options: dict[str, Any] = {}
-        if self.mode == "colocate" and any(bits(module) for module in self.model.modules()):
-            options["quantization"] = None
-        chosen = Options.from_environment(trains=True, shares=True)
-        if self.mode == "colocate" and chosen.mode == "adapter":
-            options |= {"enable_lora": True, "max_lora_rank": max_lora_rank(self.model)}
-        with engine_options(**options):
-            (then_waiting(start) if self.mode == "colocate" and chosen.share else start)(self)
 
-    kind._init_vllm = started
+@stands_in
+def _with_options(start: Callable[[Any], None], generation: Any) -> None:
+    options: dict[str, Any] = {}
+    colocated = generation.mode == "colocate"
+    if colocated and any(bits(module) for module in generation.model.modules()):
+        options["quantization"] = None
+    chosen = Options.from_environment(trains=True, shares=True)
+    if colocated and chosen.mode == "adapter":
+        options |= {"enable_lora": True, "max_lora_rank": max_lora_rank(generation.model)}
+    with engine_options(**options):
+        (then_waiting(start) if colocated and chosen.share else start)(generation)
 
 
 def max_lora_rank(model: Any) -> int:

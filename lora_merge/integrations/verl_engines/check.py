@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..compat import TrainerRefused
 from ..metrics import gap_of_tokens, hold
@@ -34,7 +33,7 @@ def check_batch(batch: Any, bound: float = 0.02, *, exact: bool = False) -> dict
             "the batch has no rollout_log_probs to hold the policy against: set "
             "actor_rollout_ref.rollout.calculate_log_probs=True, or LORA_MERGE_CHECK=0"
         )
-    old, rolled, masks = (_rows(fields[name]) for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
+    old, rolled, masks = (fields[name].unbind() for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
     trainer, rollout = [], []
     for ours, theirs, mask in zip(old, rolled, masks, strict=True):
         counts = mask.bool()
@@ -49,7 +48,3 @@ def check_batch(batch: Any, bound: float = 0.02, *, exact: bool = False) -> dict
             "algorithm.rollout_correction.bypass_mode=False, or LORA_MERGE_CHECK=0"
         )
     return hold(gap_of_tokens(trainer, rollout), bound, exact)
-
-
-def _rows(field: Tensor) -> list[Tensor]:
-    return list(field.unbind())

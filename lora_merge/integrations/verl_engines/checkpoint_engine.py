@@ -23,6 +23,7 @@ from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 from ...engine.vllm.names import BACKEND
 from ...engine.vllm.sync import VllmSync
 from ..compat import TrainerRefused
+from ..pushing import KeptSync
 from .server import ServerControl
 from .stream import FLAG, Pass
 
@@ -74,8 +75,7 @@ class LoraMergeCheckpointEngine(CheckpointEngine):
         self._own: TCPStore | None = None
         self._store: Store | None = None
         self._rank, self._actors, self._rollouts = 0, 0, 0
-        self._sync: VllmSync | None = None
-        self._of: tuple[Any, Any] = (None, None)
+        self._kept, self._names = KeptSync(), tuple[str, ...]()
 
     def prepare(self) -> tuple[str, int] | None:
         """Return where the list of servers is kept; the master's alone."""
@@ -149,24 +149,13 @@ class LoraMergeCheckpointEngine(CheckpointEngine):
 
     def _sync_of(self, weights: Pass, servers: list[Any]) -> VllmSync:
         """Return the sync, kept as long as the model and the servers are the same. Collective."""
-        stream = weights.stream
         names = tuple(server._actor_id.hex() for server in servers)
-        if self._sync is None or self._of[0] is not stream.weights.model or self._of[1] != names:
-            if self._sync is not None:
-                self._sync.close()
-            mine = [ServerControl(server) for server in servers[self._rank :: self._actors]]
-            options = stream.options
-            self._sync = VllmSync(
-                stream.weights.model,
-                mine or None,
-                mode=options.mode,
-                merge=options.merge,
-                rounding=options.rounding,
-                cache=options.cache,
-                bucket_bytes=self._bucket_bytes,
-            )
-            self._of = stream.weights.model, names
-        return self._sync
+        if names != self._names:
+            self._kept.close()
+            self._names = names
+        mine = [ServerControl(server) for server in servers[self._rank :: self._actors]]
+        stream = weights.stream
+        return self._kept.of(stream.weights.model, mine or None, stream.options, bucket_bytes=self._bucket_bytes)
 
 
 def _packed(value: Any) -> str:

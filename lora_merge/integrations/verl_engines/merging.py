@@ -39,7 +39,11 @@ class Merging(_Engine):
             self._refuse_alone()
             super().initialize()
             return
-        self._refuse()
+        if getattr(self, "_qat_enabled", False):
+            raise TrainerRefused(
+                f"actor_rollout_ref.actor.*.qat.enable=True trains weights as quantised ones, and {FLAG} brings them "
+                f"unquantised: set one of them to False. {off('verl')}"
+            )
         super().initialize()
         self._stream = self._make_stream()
         theirs = next(kind for kind in type(self).__mro__ if kind.__module__.startswith("verl."))
@@ -110,10 +114,3 @@ class Merging(_Engine):
                     f"{SWITCH}_{name} is for merged weights, and verl's own way goes without this package: set {FLAG} "
                     f"and actor_rollout_ref.model.lora_rank, or leave {SWITCH}_{name} out"
                 )
-
-    def _refuse(self) -> None:
-        if getattr(self, "_qat_enabled", False):
-            raise TrainerRefused(
-                f"actor_rollout_ref.actor.*.qat.enable=True trains weights as quantised ones, and {FLAG} brings them "
-                f"unquantised: set one of them to False. {off('verl')}"
-            )

@@ -46,7 +46,11 @@ class Stream:
         self, model: Any, rank: int, dtype: torch.dtype | None = torch.bfloat16, *, trains: bool = False
     ) -> None:
         self.options = Options.from_environment(trains=trains, merges=True)
-        _refuse(self.options)
+        if self.options.mode != "merged":
+            raise TrainerRefused(
+                f"{SWITCH}_MODE={self.options.mode} does not go with {FLAG}: actor_rollout_ref.model.lora.merge=False "
+                "is verl's own way of sending adapters alone"
+            )
         self.dtype = _dtype(dtype)
         self.weights = MergedWeights(model, dtype=self.dtype, rounding=self.options.rounding)
         self.report: SyncReport | None = None
@@ -146,14 +150,6 @@ def _unpushed(options: Options) -> str:
             f"weights: set {CONFIGURED}, or leave {SWITCH}_MERGE out"
         )
     return ""
-
-
-def _refuse(options: Options) -> None:
-    if options.mode != "merged":
-        raise TrainerRefused(
-            f"{SWITCH}_MODE={options.mode} does not go with {FLAG}: actor_rollout_ref.model.lora.merge=False is verl's "
-            "own way of sending adapters alone"
-        )
 
 
 def _dtype(default: torch.dtype | None) -> torch.dtype | None:
