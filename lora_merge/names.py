@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import cache
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_, itemgetter, methodcaller
 from types import NoneType
@@ -210,8 +209,8 @@ def _all_wrapped(
 
 def wrapped(module: nn.Module) -> nn.Module | None:
     """Return the module inside a wrapper; None if `module` is no wrapper."""
-    cls: type = type(module)
-    child = _kind(cls)
+    cls = type(module)
+    child = _kinds[cls] if cls in _kinds else _kind(cls)
     if child is None:
         return None
     if child == "modules_to_save":
@@ -257,7 +256,7 @@ def _active_copy(wrapper: Any) -> nn.Module:
 def register_wrapper(path: str, child: str) -> None:
     """Let `walk` look through classes of this dotted path (and their descendants) into their child `child`."""
     _WRAPPERS[path] = child
-    _kind.cache_clear()
+    _kinds.clear()
 
 
 def named_tensors(
@@ -318,10 +317,13 @@ _PARALLEL = "torch.distributed."
 """Where the classes are that such a class has in front of the one that it was made of."""
 
 
-@cache
 def _kind(cls: type) -> str | None:
     """Return the child that a wrapper of this class wraps; None for other classes."""
-    return next((_WRAPPERS[path] for path in lineage(cls) if path in _WRAPPERS), None)
+    if cls not in _kinds:
+        _kinds[cls] = next((_WRAPPERS[path] for path in lineage(cls) if path in _WRAPPERS), None)
+    return _kinds[cls]
 
 
 _lineages: dict[type, tuple[str, ...]] = {}
+# No functools.cache: torch.compile warns of one that it meets in a forward, and traces through it.
+_kinds: dict[type, str | None] = {}
