@@ -85,7 +85,7 @@ class WorkerInfo:
     # where the engine has what the stream fills; and which updates and pulls it is ready for.
     fits: Mapping[str, Mapping[str, str]]
     ready: Sequence[str]
-    # As of `Control.adapters`, `Control.versions` and `Control.media`; noted by the trainer.
+    # As of `Control.adapters` (or of `Worker.about`), `Control.versions` and `Control.media`; noted by the trainer.
     no_adapters: str | None = None
     no_media: str | None = None
     no_versions: str = ""

@@ -49,6 +49,7 @@ UNFIT = {
     "ep_num_redundant_experts": (2, "moves its experts"),
     "init_expert_location": ("experts.json", "moves its experts"),
     "disaggregation_mode": ("prefill", "disaggregation_mode"),
+    "language_only": (True, "images to other servers .*language_only"),
     "enable_hierarchical_cache": (True, "outside of the GPU, too .*enable_hierarchical_cache"),
     "enable_lmcache": (True, "outside of the GPU, too .*enable_lmcache"),
     "enable_flexkv": (True, "outside of the GPU, too .*enable_flexkv"),

@@ -70,7 +70,8 @@ async def hello(
         control.far = len(here) < len(workers)
         control.workers = [pid for pid in here if pid != os.getpid()]
         for worker in workers:
-            worker.no_adapters, worker.no_media = control.adapters, control.media
+            worker.no_adapters = control.adapters or worker.no_adapters
+            worker.no_media = control.media
             worker.no_versions = control.versions
         introduced[index] = workers
 

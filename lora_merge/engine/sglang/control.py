@@ -82,7 +82,7 @@ class SglangControl(Control):
         return all(answer["forgotten"] for answer in await self.rpc("flush_cache"))
 
     async def reset_media_caches(self) -> None:
-        """Do nothing: engines that have any are refused."""
+        await self.rpc("reset_media_caches")
 
 
 class EngineControl(SglangControl):

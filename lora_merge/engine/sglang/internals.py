@@ -6,6 +6,7 @@ Read in SGLang 0.5.17 and 0.5.23; run with both.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pkgutil
 from typing import Any
@@ -63,6 +64,8 @@ _OF_TOKENIZERS = (
 _LABELS = ("update_weight_version", "_update_weight_version_if_provided")
 """The second one of SGLang 0.5.17."""
 _OF_REGISTRIES = ("get_unregistered_loras", "register", "unregister")
+_EMBEDDING_CACHES = ("sglang.srt.managers.mm_utils.embedding_cache", "sglang.srt.managers.mm_schedule.embedding_cache")
+"""Where a scheduler keeps what encoders made of images; the first one in SGLang 0.5.17."""
 
 
 def installed() -> str:
@@ -106,7 +109,17 @@ def lacks(manager: Any) -> list[str]:
     if getattr(arguments, "enable_lora", False):
         asked.append((getattr(runner, "lora_manager", None), _OF_LORA))
         paths += (_LORA_REFERENCE, _LORA_MODULES)
-    return [*_unresolved(paths), *_lacking(asked)]
+    seeing = getattr(getattr(scheduler, "model_config", None), "is_multimodal", False)
+    caches = _EMBEDDING_CACHES[:1] if seeing and embedding_cache() is None else ()
+    return [*_unresolved(paths), *_lacking(asked), *caches]
+
+
+def embedding_cache() -> Any:
+    """Return the scheduler's cache of encoders' outputs, by the hashes of images; None where SGLang has moved it."""
+    for path in _EMBEDDING_CACHES:
+        with contextlib.suppress(ImportError, AttributeError):
+            return pkgutil.resolve_name(path)
+    return None
 
 
 def _lacking(asked: list[tuple[Any, tuple[str, ...]]]) -> list[str]:

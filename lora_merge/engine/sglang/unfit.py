@@ -12,6 +12,9 @@ _WITHOUT_WEIGHTS = {"NGRAM"}
 """Algorithms of speculative decoding that draft without a model."""
 _BY_TRANSFORMERS = "Transformers"
 """Begins the names of classes by which SGLang runs transformers' own code."""
+_SEEING = ("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration")
+"""Multimodal models of which SGLang keeps nothing over a push beside its `embedding_cache`. Others were not looked at,
+or do: Kimi-VL and PaddleOCR-VL keep position embeddings that they made of weights."""
 _UPDATING = ("_session", "_weight_update_in_progress")
 """Attributes that are set from the beginning to the end of an update of SGLang's own (0.5.21 on)."""
 
@@ -48,10 +51,11 @@ def unfit(manager: Any) -> str:
             f"drafts tokens with a model ({algorithm}), which would keep the weights that it started with, and no push "
             "reaches it: start the engine without speculative_algorithm, or with NGRAM, which has no weights"
         )
-    if config.is_multimodal:
+    if config.is_multimodal and kind not in _SEEING:
         return (
-            "serves a multimodal model, whose encoder's caches are not reset by a push: start it with "
-            "enable_multimodal=False, or on a model of text alone"
+            f"serves a multimodal model ({kind}) that may keep what it made of old weights where no push resets it; "
+            f"{' and '.join(_SEEING)} are known not to: start it with enable_multimodal=False or on a model of text "
+            "alone, or use vLLM"
         )
     return ""
 
@@ -74,6 +78,11 @@ _REFUSED: tuple[Reason, ...] = (
         lambda a: a.disaggregation_mode != "null",
         "serves prefill and decode apart (disaggregation_mode), where cached blocks of the old weights lie in other "
         "engines, too: start it without",
+    ),
+    where(
+        _has("encoder_only", "language_only"),
+        "leaves images to other servers (encoder_only, language_only), whose towers a push does not reach: start it "
+        "without",
     ),
     where(
         lambda a: a.enable_hierarchical_cache or a.enable_lmcache or _has("enable_flexkv", "enable_hisparse")(a),

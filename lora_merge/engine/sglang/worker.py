@@ -21,6 +21,7 @@ from ..worker.operations import Operations
 from ..worker.rpc import respond
 from ..worker.session import WorkerSession, session_of
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
+from .internals import embedding_cache
 from .loader import Loader
 from .unfit import unfit
 
@@ -29,6 +30,8 @@ OPERATIONS = Operations(commands.OPERATIONS)
 """Those of an SGLang scheduler."""
 _WEIGHTS = "weights"
 """The tag under which SGLang's memory saver knows the weights."""
+_SEES = "it serves a multimodal model, beside which SGLang's LoRA layers have not been tried"
+"""Why an engine takes no adapter."""
 
 
 def lora_merge(manager: Any, request: str) -> Any:
@@ -83,7 +86,7 @@ class SglangWorker:
         return nullcontext()
 
     def about(self, session: WorkerSession) -> dict[str, Any]:
-        lora = self._lora
+        lora, multimodal = self._lora, bool(self.scheduler.model_config.is_multimodal)
         return {
             "world": dist.get_world_size(self.manager.tp_cpu_group),
             "launcher": False,
@@ -91,7 +94,8 @@ class SglangWorker:
             "dtype": dtype_name(next(self.model.parameters()).dtype),
             "lora": lora and {"max_rank": lora.max_lora_rank, "dtype": dtype_name(lora.dtype)},
             "connector": "",
-            "multimodal": False,
+            "multimodal": multimodal,
+            "no_adapters": _SEES if multimodal else None,
             "computing": computing(self.manager.tp_worker.model_runner.model_config.hf_config),
         }
 
@@ -165,6 +169,13 @@ def flush_cache(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
         return {"forgotten": bool(scheduler.flush_cache(empty_cache=False))}
     finally:
         scheduler.waiting_queue, grammars.grammar_queue = waiting, compiling
+
+
+@OPERATIONS.register
+def reset_media_caches(worker: SglangWorker, session: WorkerSession) -> None:
+    """Drop what the encoder made of images. SGLang's own `flush_cache` keeps it, and would answer a known image by the
+    old tower."""
+    embedding_cache().clear()
 
 
 @OPERATIONS.register

@@ -49,6 +49,7 @@ class Worker(Protocol):
             push can reach the engine, in words that follow its name; "" if one can); `dtype` (of its model); `lora`
             (`max_rank` and `dtype` of its adapters; None if it serves none); `connector` (name of what keeps cached
             blocks outside of the engine, too; "" for none); `multimodal` (whether caches of encoders have to be reset);
+            `no_adapters` (why it can take none whatever its `lora`; None, or left out, if it can);
             `computing` (how its configuration says that it computes: configs.py). If checkpoints can be quantised,
             `quantised` (a layer that its own checkpoint holds quantised; "" for none). If caches can have scales of a
             checkpoint, `calibrated` (the layers that have, in words; "" for none). If KV caches can stay over a push,
