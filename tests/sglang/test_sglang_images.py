@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,53 +100,47 @@ def chosen(logp: Tensor, answer: list[int]) -> Tensor:
     return logp.gather(-1, torch.tensor(answer)[:, None]).squeeze(-1)
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
-def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
-    folder = images.checkpoint(request.param, tmp_path_factory.mktemp(request.param) / "base")
-    base = images.model(request.param).eval()
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_models_that_see_images(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the old tower answers; and an engine that starts with the merged checkpoint says the same."""
+    # SGLang without compiled kernels would have this process make patches of images on a GPU.
+    monkeypatch.setattr("sglang.srt.multimodal.processors.base_processor._is_cpu", not torch.cuda.is_available())
+    folder = images.checkpoint(kind, tmp_path / "base")
+    base = images.model(kind).eval()
     with engine(base, folder, **OPTIONS) as started:
-        yield Seeing(request.param, base, started)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def patches_on_a_cpu() -> Iterator[None]:
-    """SGLang without compiled kernels would have this process make patches of images on a GPU."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("sglang.srt.multimodal.processors.base_processor._is_cpu", not torch.cuda.is_available())
-        yield
-
-
-def test_an_image_that_was_seen_before_a_push(seeing: Seeing, tmp_path: Path) -> None:
-    """Nothing of the old tower answers; nor of the engine's: one that starts with the merged checkpoint says the same.
-    A text stays what it was where the tower alone is trained."""
-    seeing.assert_answers(seeing.base)
-    for targets, merge in ((LANGUAGE, "trainer"), (TOWER, "trainer"), (TOWER, "engine")):
-        model = seeing.adapted(targets)
-        with closing(SglangSync(model, seeing.started, merge=merge)) as sync:
-            before = seeing.ask()
-            for seed in range(2):
-                report = sync.push(verify=True)
-                assert report.coverage == 1
-                after = seeing.assert_answers(merged(model))
-                for image, old, new in zip(seeing.asked, before, after, strict=True):
-                    answer = list(new["output_ids"])
-                    moved = old["output_ids"] != answer or (logprobs(old) - logprobs(new)).abs().max() > 1e-3
-                    assert moved or image is None, "what is trained has an opinion on images"
-                before = after
-                policies.train(model, seed + 2)
-            sync.push()
-    saved = merged(model)
-    saved.save_pretrained(tmp_path / "merged")
+        seeing = Seeing(kind, base, started)
+        seeing.assert_answers(base)
+        for targets, merge in ((LANGUAGE, "trainer"), (TOWER, "trainer"), (TOWER, "engine")):
+            images_that_were_seen(seeing, targets, merge)
+        a_request_in_flight(seeing)
+        model = adapters_are_for_merged_mode(seeing)
+        pushed = seeing.assert_answers(model)
+    model.save_pretrained(tmp_path / "merged")
     seeing.processor.save_pretrained(tmp_path / "merged")
-    pushed = seeing.assert_answers(saved)
-    with engine(saved, tmp_path / "merged", **OPTIONS) as started:
-        fresh = Seeing(seeing.kind, seeing.base, started).ask()
+    with engine(model, tmp_path / "merged", **OPTIONS) as started:
+        fresh = Seeing(kind, base, started).ask()
     for old, new in zip(pushed, fresh, strict=True):
         assert old["output_ids"] == new["output_ids"]
         assert (logprobs(old) - logprobs(new)).abs().max() < TOLERANCE
 
 
-def test_a_request_in_flight(seeing: Seeing) -> None:
+def images_that_were_seen(seeing: Seeing, targets: str, merge: str) -> None:
+    """Before a push of what is trained, and after it."""
+    model = seeing.adapted(targets)
+    with closing(SglangSync(model, seeing.started, merge=merge)) as sync:
+        before = seeing.ask()
+        for seed in range(2):
+            assert sync.push(verify=True).coverage == 1
+            after = seeing.assert_answers(merged(model))
+            for image, old, new in zip(seeing.asked, before, after, strict=True):
+                same = old["output_ids"] == new["output_ids"]
+                moved = not same or (logprobs(old) - logprobs(new)).abs().max() > 1e-3
+                assert moved or image is None, "what is trained has a say on images"
+            before = after
+            policies.train(model, seed + 2)
+
+
+def a_request_in_flight(seeing: Seeing) -> None:
     """What a push keeps goes on with what the new tower sees."""
     model = seeing.adapted(TOWER)
     sync = SglangSync(model, seeing.started)
@@ -182,16 +175,17 @@ def test_a_request_in_flight(seeing: Seeing) -> None:
     sync.close()
 
 
-def test_adapters_are_for_merged_mode(seeing: Seeing) -> None:
-    model = seeing.adapted(LANGUAGE)
+def adapters_are_for_merged_mode(seeing: Seeing) -> Any:
+    """Return the merged model that the engine holds then."""
+    model = seeing.adapted(rf"{LANGUAGE}|{TOWER}")
     sync = SglangSync(model, seeing.started)
     sync.push()
     held = sync.states()
     with pytest.raises(PushRefused, match=r'cannot take an adapter: it serves a multimodal model.*mode="merged"'):
         sync.push(mode="adapter")
     assert sync.states() == held
-    seeing.assert_answers(merged(model))
     sync.close()
+    return merged(model)
 
 
 def test_a_release_that_keeps_encoded_images_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
