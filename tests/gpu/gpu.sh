@@ -8,8 +8,8 @@
 # tests/gpu/gpu.sh OUT figures; `tests` uses all that it sees (TESTS: which ones; DEADLINE: seconds). The machine needs torch,
 # nvcc, pytest with its timeouts, hypothesis, peft and transformers; it reaches no registry. quantised needs bitsandbytes,
 # zero3 DeepSpeed and two GPUs; rollout, rollout-experts, grpo, fidelity, sync, timeline, quantised-engines (verl, too), fsdp-x2
-# (two GPUs), fsdp-x4 (four) and disaggregated-x2, -x4, -x8 (as many) need vLLM (0.26 for torch 2.11), step, step-x2 and one-copy TRL, too:
-# an engine for each of five ways, and as many starts, which take most of the time; sglang and sglang-x2 (two GPUs) need
+# (two GPUs), fsdp-x4 (four), disaggregated-x2, -x4, -x8 (as many), publish, versions, tenants and architectures need vLLM
+# (0.26 for torch 2.11), step, step-x2 and one-copy TRL, too: an engine for each of five ways, and as many starts, which take most of the time; sglang and sglang-x2 (two GPUs) need
 # SGLang (0.5.17 for torch 2.11; FlashInfer is not needed). Each step should stay below ten minutes (estimated); its record
 # is written after every way.
 set -uo pipefail
@@ -102,6 +102,15 @@ for step in $steps; do
     one-copy) # trainer and engine with one copy of 7B: memory and pushes; then GRPO within 24 GiB, a start a way
       bench one-copy-$card one_copy --parts memory
       bench one-copy-24-$card one_copy --parts grpo ;;
+    publish | versions | tenants) bench "$step-$card" "$step" ;; # each about 180 s on an H200, half of it the first start
+    architectures) # five at a time, about two minutes each (ONLY: some of them, one a line)
+      names=${ONLY:-$(python3 -c 'import sys; sys.path.insert(0, "benchmarks"); import architectures
+print("\n".join(one.title for one in architectures.ARCHITECTURES if one.gpu))')}
+      for lane in 0 1 2 3 4; do
+        mapfile -t some < <(awk -v lane=$lane '(NR - 1) % 5 == lane' <<< "$names")
+        bench architectures-$lane architectures --device cuda --timeout 300 --logs "$out/logs" --only "${some[@]}" &
+      done
+      wait ;;
     train) bench train-$card train --plot "$out/train-$card.png" ;;
     fidelity) bench fidelity-$card fidelity --engine --plot "$out/fidelity-$card.png" ;;
     grpo) bench "grpo-$card" grpo --device cuda --seeds 3 --deadline 500 --plot "$out/grpo.png" ;;
