@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -258,27 +259,28 @@ def test_an_interrupt_while_it_writes(wide: Any, monkeypatch: pytest.MonkeyPatch
 
 def test_what_leads_out_of_a_worker_s_memory_is_not_mapped(wide: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A description is not taken at its word: it goes through buckets then, and says why."""
-    from lora_merge.engine.push import channels as trainer
+    from lora_merge.engine.push.channels import Trainer
 
-    found = trainer.Trainer._exports
+    asked = Trainer.ask
 
-    async def forged(self: Any, *args: Any) -> Any:
-        workers = await found(self, *args)
-        for worker in workers.values():
-            views = next(iter(worker["views"].values()))
-            views[0][3] = worker["memory"][views[0][2]]["nbytes"]
-        return workers
+    def forged(worker: Any) -> None:
+        views = next(iter(worker["views"].values()))
+        views[0][3] = worker["memory"][views[0][2]]["nbytes"]
 
-    async def elsewhere(self: Any, *args: Any) -> Any:
-        workers = await found(self, *args)
-        for worker in workers.values():
-            worker["memory"][0]["path"] = f"/proc/{os.getpid()}/fd/1"
-        return workers
+    def elsewhere(worker: Any) -> None:
+        worker["memory"][0]["path"] = f"/proc/{os.getpid()}/fd/1"
 
     model = policy()
     for number, (forge, why) in enumerate([(forged, "is not inside of"), (elsewhere, "is not shared memory of")]):
         with monkeypatch.context() as patch:
-            patch.setattr(trainer.Trainer, "_exports", forge)
+
+            async def told(self: Any, replicas: Any, op: str, *args: Any, forge: Any = forge, **options: Any) -> Any:
+                answers = await asked(self, replicas, op, *args, **options)
+                for worker in chain.from_iterable(answers.values()) if op == "export_memory" else ():
+                    forge(worker)
+                return answers
+
+            patch.setattr(Trainer, "ask", told)
             sync = VllmSync(model, wide, bucket_bytes=1 << 17)
             report = sync.push()
         assert report.transports == ("shm",)

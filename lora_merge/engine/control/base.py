@@ -223,11 +223,12 @@ class Control:
     async def name_version(self, name: str, path: str) -> None:
         """Let requests name a version of an adapter that all workers have."""
 
-    async def allow_adapters(self, paths: Sequence[str], end: bool) -> list[str]:
+    async def allow_adapters(self, paths: Sequence[str], end: bool, coming: Sequence[str] = ()) -> list[str]:
         """Let requests ask for these of this package's adapters alone (adapter_versions.py).
 
         Args:
             end: whether requests in flight that have another one are ended.
+            coming: what a push is about to bring: while the engine is paused, requests for it come in, and wait.
 
         Returns:
             the paths that requests in flight have.

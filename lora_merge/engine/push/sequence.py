@@ -177,6 +177,8 @@ class EngineSequence:
                 Call("pause", (pause,), unless=paused),
                 holders,
             ]
+        if changes and replica.allowed:  # requests for the adapter come in from now on, and wait for it
+            replica.queued_calls.insert(-2, Call("allow_adapters", ([], False, replica.allowed)))
         if pause != "keep" or replica.shares is not None:  # engines that share experts stop when all are asked to
             await self.make(replica, [])
             stays = not replica.paused_by_us and replica.handle.keeps
@@ -315,6 +317,7 @@ class EngineSequence:
             elif replica.paused_by_us and replica.to_adapter is not None and replica.state.kind == replica.served:
                 # Those that came meanwhile were made for the mode that has not come.
                 calls.append(Call("end_wrong_mode_requests", (not replica.to_adapter,)))
+                calls += [Call("allow_adapters", ([], True))] if replica.to_adapter and replica.allowed else []
             if replica.paused_by_us:
                 calls.append(Call("resume"))
                 # A pause that timed out may take effect yet: the next push then knows that it is none of the user's.

@@ -45,7 +45,7 @@ _SYNCHRONOUS: _OfCore = {
     "reset_prefix_cache": lambda running, connector: ("reset_prefix_cache", (running, connector)),
     "reset_media_caches": lambda: ("reset_encoder_cache", ()),
     "holders": lambda: (HOLDERS, ()),
-    "allow_adapters": lambda paths, end: (ADAPTERS, (_allowing(paths, end),)),
+    "allow_adapters": lambda *arguments: (ADAPTERS, (_allowing(*arguments),)),
     "will_keep": lambda: (WILL_KEEP, ()),
     "keep_cache": lambda: (KEEP_CACHE, ()),
 }
@@ -58,9 +58,9 @@ _ASYNCHRONOUS: _OfCore = _SYNCHRONOUS | {
 }
 
 
-def _allowing(paths: Sequence[str], end: bool) -> str:
+def _allowing(paths: Sequence[str], end: bool, coming: Sequence[str] = ()) -> str:
     """Return the message of `lora_merge_adapters`."""
-    return json.dumps({"allowed": list(paths), "end": end})
+    return json.dumps({"allowed": list(paths), "end": end, "coming": list(coming)})
 
 
 class LlmControl(Control):
@@ -169,9 +169,9 @@ class LlmControl(Control):
                 "without keep"
             )
 
-    async def allow_adapters(self, paths: Sequence[str], end: bool) -> list[str]:
-        answers = await self._collective(ADAPTERS, _allowing(paths, end))
-        shut(self.engine, paths)
+    async def allow_adapters(self, paths: Sequence[str], end: bool, coming: Sequence[str] = ()) -> list[str]:
+        answers = await self._collective(ADAPTERS, _allowing(paths, end, coming))
+        shut(self.engine, [*paths, *coming])
         return _in_use(answers[0])
 
     async def end_tenants_requests(self, merged: bool, ids: Sequence[int], served: Sequence[int]) -> None:
@@ -200,6 +200,8 @@ class LlmControl(Control):
             else:
                 asked.append([*self._of_core[call.method](*call.arguments), call.wanted, unless])
                 readers.append(_in_use if call.method == "allow_adapters" else lambda found: found)
+            if call.method == "allow_adapters" and call.arguments[2:]:
+                self._shut(call)  # the core, which hears it before the pause, lets nothing in too early
         try:
             answer = json.loads(await self._in_core(asked))
         except EngineGone:
@@ -210,12 +212,16 @@ class LlmControl(Control):
         for call, found, read in zip(calls, answer["returned"], readers, strict=False):  # fewer where one ended it
             returned.append(None if found is None else read(found))
             if call.method == "allow_adapters":
-                shut(self.engine, call.arguments[0])
+                self._shut(call)
             elif call.method == "end_tenants_requests":
                 shut(self.engine, tenants=call.arguments[2])
         if answer["failed"]:
             raise RuntimeError(f"a call to the engine failed: {answer['failed']}")
         return returned
+
+    def _shut(self, call: Call) -> None:
+        """Let the door in front of the core pass what an `allow_adapters` allows, and what it says is coming."""
+        shut(self.engine, [path for paths in call.arguments[::2] for path in paths])
 
     def _reaches_core(self) -> bool:
         """Return True if `lora_merge_calls` can be called in the engine's core, in another process."""
@@ -368,13 +374,13 @@ class HttpControl(OneServer, LlmControl):
     async def name_version(self, name: str, path: str) -> None:
         self._server.confirm("v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
 
-    async def allow_adapters(self, paths: Sequence[str], end: bool) -> list[str]:
+    async def allow_adapters(self, paths: Sequence[str], end: bool, coming: Sequence[str] = ()) -> list[str]:
         # First in front: a request that names one of the others is told so, and never reaches the engine.
         cards = self._server.get("v1/models").get("data", [])
         for card in cards:
             if str(card.get("root", "")).startswith(PREFIX) and card["root"] not in paths:
                 self._server.confirm("v1/unload_lora_adapter", {"lora_name": card["id"]})
-        return await super().allow_adapters(paths, end)
+        return await super().allow_adapters(paths, end, coming)
 
     async def paused(self) -> bool:
         answer = self._server.get("is_paused")

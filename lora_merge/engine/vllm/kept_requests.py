@@ -19,6 +19,8 @@ from .names import ADAPTERS, TENANTS
 
 _ALLOWED = "_lora_merge_allowed"
 """Attribute of an engine core that had adapters: the paths that requests may ask for."""
+_COMING = "_lora_merge_coming"
+"""Attribute of an engine core into which a push brings adapters: the paths of these."""
 _TENANTS = "_lora_merge_tenants"
 """Attribute of an engine core that had tenants: the ids of those that are served."""
 
@@ -29,7 +31,8 @@ def lora_merge_adapters(core: Any, message: str) -> str:
     Args:
         core: vLLM's `EngineCore`.
         message: JSON: `allowed`, paths; `end`: whether requests that have another one are ended. (The engine is paused
-            then, so that nothing of them was computed with other weights.)
+            then, so that nothing of them was computed with other weights.) `coming`, paths that a push is about to
+            bring: requests may ask for them, too, while the engine is paused, and wait.
 
     Returns:
         JSON: `in_use`, the paths that requests in flight have.
@@ -37,6 +40,7 @@ def lora_merge_adapters(core: Any, message: str) -> str:
     told = json.loads(message)
     allowed = frozenset(told["allowed"])
     setattr(core, _ALLOWED, allowed)
+    setattr(core, _COMING, frozenset(told["coming"]))
     ours = {
         name: request.lora_request.lora_path
         for name, request in core.scheduler.requests.items()
@@ -93,6 +97,8 @@ def _guarded(add: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(add)
     def add_request(core: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         allowed: frozenset[str] = getattr(core, _ALLOWED, frozenset())
+        if _paused(core):
+            allowed |= getattr(core, _COMING, frozenset())
         tenants: frozenset[int] = getattr(core, _TENANTS, frozenset())
         if not _lacks(request.lora_request, allowed, tenants):
             return add(core, request, *args, **kwargs)
@@ -103,6 +109,12 @@ def _guarded(add: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(add_request, _ALLOWED, True)
     return add_request
+
+
+def _paused(core: Any) -> bool:
+    """Return True if new requests wait."""
+    state = getattr(core.scheduler, "pause_state", None)
+    return state is not None and state.name != "UNPAUSED"
 
 
 def answering(call: Callable[..., Any], functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
