@@ -324,6 +324,6 @@ def _kind(cls: type) -> str | None:
     return _kinds[cls]
 
 
-_lineages: dict[type, tuple[str, ...]] = {}
 # No functools.cache: torch.compile warns of one that it meets in a forward, and traces through it.
+_lineages: dict[type, tuple[str, ...]] = {}
 _kinds: dict[type, str | None] = {}

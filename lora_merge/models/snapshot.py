@@ -5,8 +5,8 @@ are not equal. No snapshot is made out of an earlier one, and no hook is set on 
 everything.
 
 A trainer waits for this before every merge, and a model may have thousands of layers. So everything is looked at in
-columns: one attribute of all modules at a time, by C code of Python's own, and nothing is made for each that the
-garbage collector has to follow.
+columns: one attribute of all modules at a time, by C code of Python's own, and nothing is made for each module that the
+garbage collector has to follow; for each tensor a shape and strides are.
 """
 
 from __future__ import annotations

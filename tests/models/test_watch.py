@@ -256,7 +256,7 @@ def test_a_new_wrapper_class_is_looked_through() -> None:
         assert noted.again(model) is None
     finally:
         del names._WRAPPERS["somebody.Else"]
-        names._kind.cache_clear()
+        names._kinds.clear()
 
 
 def test_nothing_is_kept_alive_and_nothing_gone_is_touched() -> None:
