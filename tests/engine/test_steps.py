@@ -253,6 +253,29 @@ def test_an_engine_that_stands_since_a_broken_push_goes_on(shape: dict[str, bool
     assert not engine.still
 
 
+@pytest.mark.parametrize(
+    ("instead", "held", "began", "allowed"),
+    [
+        (None, "base", "base", []),
+        (None, "merged", "merged", None),
+        ("by versions alone", "base", "base", None),
+        ("by versions alone", "adapter", "adapter", []),
+        ("by versions alone", "dirty", "adapter", []),
+    ],
+)
+def test_an_engine_that_has_no_adapter_is_told_of_none(
+    instead: str | None, held: str, began: str, allowed: list[str] | None
+) -> None:
+    """A merged push asked a server for its list of adapters after the commit: one with --api-key answered 401, and the
+    engine stayed paused."""
+    engine = Engine()
+    engine.versions, engine.adapters = "", instead
+    state = State(held, 6, reason="x" if held == "dirty" else "").to_json()
+    one = replica(engine, lora={"max_rank": 8, "dtype": "float32"}, served=began, state=state)
+    drive(EngineSequence("mine", "keep").pause(one, "merged", brought=NEW))
+    assert one.allowed == allowed
+
+
 FAILING = {
     # call: whether the engine counts as begun, and so is called off, and whether it holds what came
     "stands": (False, False),

@@ -149,8 +149,10 @@ class EngineSequence:
         holders = Call("will_keep" if replica.keeps else "holders", wanted=("",))
         began = replica.began if replica.still_paused else replica.served
         replica.to_adapter = mode == "adapter" if switches or {began, mode} == {"merged", "adapter"} else None
-        # An engine that holds an adapter, and gets the next one in its place, allows it already.
-        changes = replica.still_paused or replica.state.kind != brought.kind
+        # An engine that holds an adapter, and gets the next one in its place, allows it already. One that has none, and
+        # gets none over this handle, allows none: a server's list of adapters may want a key that pushes lack.
+        comes = replica.handle.adapters is None or "adapter" in (replica.state.kind, replica.began)
+        changes = comes and (replica.still_paused or replica.state.kind != brought.kind)
         if replica.newest or (changes and replica.workers[0].lora is not None and not replica.handle.versions):
             replica.allowed = [CONSTANT_PATH] if brought.kind == "adapter" else []
         switches = switches or bool(replica.kept)  # versions go with the base that they belong to
