@@ -117,6 +117,28 @@ def test_an_answer_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
         web._whole(Endless(), web.time.monotonic() + 0.1, 0.1)
 
 
+def test_a_server_that_is_gone_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it has answered: not after a call that was interrupted, nor beside one that is under way."""
+    waits: list[float] = []
+    comes: list[BaseException] = [NotReached("gone"), KeyboardInterrupt(), web.TooMuch("no end")]
+    server = Server("http://127.0.0.1:1", HINT)
+
+    def send(request: Any, seconds: float, connect_s: float) -> Any:
+        waits.append(connect_s)
+        if len(waits) == 2:
+            beat: Any = Server.get
+            with pytest.raises(KeyboardInterrupt):
+                beat(server, "beats")
+        raise comes.pop(0)
+
+    monkeypatch.setattr(web, "send", send)
+    for error in (NotReached, Unfit, IndexError):
+        with pytest.raises(error):
+            server.get("is_paused")
+    again = web.CONNECT_AGAIN_S
+    assert waits == [web.SILENT_S, again, again, web.SILENT_S]
+
+
 DONE = {"status": "paused"}
 
 

@@ -264,12 +264,13 @@ class Server:
     def _text(self, request: urllib.request.Request) -> tuple[bytes, str]:
         """Return the answer and its kind; raise `Unfit`, `Answered` or `NotReached`."""
         limits = (min(self.answer_s, ANSWER_AGAIN_S), CONNECT_AGAIN_S) if self._gone else (self.answer_s, SILENT_S)
-        self._gone = False
         try:
-            return self._answer(request, *limits)
-        except NotReached:
-            self._gone = True
+            answer = self._answer(request, *limits)
+        except (NotReached, RuntimeError) as error:
+            self._gone = isinstance(error, NotReached)
             raise
+        self._gone = False
+        return answer
 
     def _answer(self, request: urllib.request.Request, seconds: float, connect_s: float) -> tuple[bytes, str]:
         url, began = request.full_url, time.monotonic()
