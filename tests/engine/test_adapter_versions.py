@@ -6,6 +6,7 @@ import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 
@@ -17,8 +18,8 @@ from lora_merge.engine.control.http import Answered, NoRoute
 from lora_merge.engine.state import State, change
 from lora_merge.engine.tenants import PATHS, tenant_id
 from lora_merge.engine.vllm import kept_requests
-from lora_merge.engine.vllm.control import HttpControl, LlmControl
-from lora_merge.engine.vllm.kept_requests import guard, lora_merge_adapters, shut
+from lora_merge.engine.vllm.control import HttpControl, LlmControl, _allowing
+from lora_merge.engine.vllm.kept_requests import guard, guard_in_front, lora_merge_adapters, shut
 
 FIRST, SECOND = (State("adapter", number, "base", trainer="t") for number in (1, 2))
 
@@ -88,9 +89,9 @@ def test_the_door_of_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
     core = Guarded()
     core.add_request(request("of an engine that was started anew", CONSTANT_PATH))
     assert core.refused.pop() == (["of an engine that was started anew"], 4)
-    core.collective_rpc("lora_merge_adapters", None, (json.dumps({"allowed": [CONSTANT_PATH], "end": False}),))
+    core.collective_rpc("lora_merge_adapters", None, (_allowing([CONSTANT_PATH], False),))
     core.add_request(request("before any version", CONSTANT_PATH))
-    message = json.dumps({"allowed": [path_of(FIRST)], "end": False})
+    message = _allowing([path_of(FIRST)], False)
     assert core.collective_rpc("lora_merge_adapters", None, (message,)) == ['{"in_use": ["/lora_merge/in-memory"]}']
     paths = {"kept": path_of(FIRST), "gone": path_of(SECOND), "constant": CONSTANT_PATH, "theirs": "/a/b", "base": None}
     for name, path in paths.items():
@@ -103,7 +104,7 @@ def test_the_door_of_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
     core.scheduler.finish_requests = lambda names, status: ended.extend(names) or []
     words = SimpleNamespace(RequestStatus=SimpleNamespace(FINISHED_ABORTED="aborted"))
     monkeypatch.setattr(kept_requests, "internals", words)  # of vLLM
-    found = lora_merge_adapters(core, json.dumps({"allowed": [path_of(SECOND)], "end": True}))
+    found = lora_merge_adapters(core, _allowing([path_of(SECOND)], True))
     assert json.loads(found) == {"in_use": []}
     assert ended == ["before any version", "kept"]
 
@@ -124,7 +125,7 @@ def test_tenants_that_are_served_no_longer_do_not_come_in() -> None:
     assert core.collective_rpc("lora_merge_tenants", None, (False, [], [tenant_id("a")])) == [None]
     ask("served", "a")
     ask("another", "b")
-    core.collective_rpc("lora_merge_adapters", None, (json.dumps({"allowed": [path_of(FIRST)], "end": False}),))
+    core.collective_rpc("lora_merge_adapters", None, (_allowing([path_of(FIRST)], False),))
     core.add_request(request("a version", path_of(FIRST)))
     core.collective_rpc("lora_merge_tenants", args=(False, [], []))
     ask("gone", "a")
@@ -189,6 +190,53 @@ def test_the_door_of_the_process_that_asks() -> None:
     shut("http://host:8000", [])  # a handle through which this process makes no requests
 
 
+class Processor:
+    """Of vLLM's input processor: what the doors use."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def _validate_lora(self, lora: Any) -> None:
+        self.seen.append(lora)
+
+
+def test_an_engine_that_its_owner_steps_has_a_door_from_its_start_on() -> None:
+    """What its core refuses, vLLM has noted before, and waits for. Whoever pushes opens the core's; none of them keeps
+    an engine alive."""
+
+    class Guarded(Core):
+        pass
+
+    class Stepped:
+        def __init__(self, lora: object, **core: object) -> None:
+            self.vllm_config = SimpleNamespace(lora_config=lora)
+            self.input_processor, self.engine_core = Processor(), SimpleNamespace(**core)
+
+    guard(Guarded)
+    for _ in range(2):
+        guard_in_front(Stepped)
+    core = Guarded()
+    engine = Stepped(object(), engine_core=core)
+    asked = [lora(path) for path in (CONSTANT_PATH, path_of(FIRST), f"{PATHS}a")]
+    for one in asked:
+        with pytest.raises(ValueError, match=r"\(any more\)"):
+            engine.input_processor._validate_lora(one)
+    core.collective_rpc("lora_merge_adapters", None, (_allowing([CONSTANT_PATH], False),))
+    core.collective_rpc("lora_merge_tenants", None, (False, [], [asked[2].lora_int_id]))
+    passing = [asked[0], asked[2], lora("/a/b"), None]
+    for one in passing:
+        engine.input_processor._validate_lora(one)
+    assert engine.input_processor.seen == passing
+    shut(engine, [])
+    with pytest.raises(ValueError, match="is not in this engine"):
+        engine.input_processor._validate_lora(asked[0])
+    for other in (Stepped(object()), Stepped(None, engine_core=core)):
+        other.input_processor._validate_lora(asked[1])
+    left = ref(core), ref(engine.input_processor)
+    del engine, core, other
+    assert [one() for one in left] == [None, None]
+
+
 @pytest.mark.parametrize(
     ("answer", "refusal"),
     [
@@ -230,5 +278,5 @@ def test_what_a_server_serves_is_unloaded_by_its_name(monkeypatch: pytest.Monkey
     assert drive(control.allow_adapters([path_of(SECOND)], False)) == [path_of(FIRST)]
     assert asked == [
         ("v1/unload_lora_adapter", name_of(1)),
-        ("collective_rpc", "lora_merge_adapters", {"allowed": [path_of(SECOND)], "end": False}),
+        ("collective_rpc", "lora_merge_adapters", {"allowed": [path_of(SECOND)], "end": False, "coming": []}),
     ]

@@ -20,12 +20,15 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from vllm import LLM
+from vllm.lora.request import LoRARequest
 
 import lora_merge
 import lora_merge.engine.sync
 import lora_merge.engine.vllm.session
 from lora_merge import InvalidInput, MergedWeights, PushFailed, PushRefused, UnsupportedAdapter, VllmSync
+from lora_merge.engine.adapter_versions import CONSTANT_PATH
 from lora_merge.engine.push.planner import PushPlanner
+from lora_merge.engine.vllm.adapter import ADAPTER_ID
 from lora_merge.engine.vllm.loading.loader import Loader
 from lora_merge.stream.weights import BucketWriter
 
@@ -38,6 +41,9 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     base = models.with_lora(engines.qwen2, **DENSE)
     folder = tmp_path_factory.mktemp("engine") / "base"
     with engine(base, folder, enable_lora=True, max_lora_rank=8, max_loras=1) as llm:
+        with pytest.raises(ValueError, match="or was started anew"):  # before any push
+            ask(llm, LoRARequest("lora_merge", ADAPTER_ID, CONSTANT_PATH))
+        assert not llm.llm_engine.has_unfinished_requests(), "the next call would wait for it for ever"
         yield llm
 
 

@@ -11,11 +11,13 @@ import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 from ..adapter_versions import CONSTANT_PATH, PREFIX
 from ..tenants import PATHS
 from . import internals
 from .names import ADAPTERS, TENANTS
+from .stand_in import stands_in
 
 _ALLOWED = "_lora_merge_allowed"
 """Attribute of an engine core that had adapters: the paths that requests may ask for."""
@@ -96,13 +98,9 @@ def guard(core: Any) -> None:
 def _guarded(add: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(add)
     def add_request(core: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        allowed: frozenset[str] = getattr(core, _ALLOWED, frozenset())
-        if _paused(core):
-            allowed |= getattr(core, _COMING, frozenset())
-        tenants: frozenset[int] = getattr(core, _TENANTS, frozenset())
-        if not _lacks(request.lora_request, allowed, tenants):
+        if not _refuses(core, request.lora_request):
             return add(core, request, *args, **kwargs)
-        if not hasattr(core, "_send_error_outputs_to_client"):  # in its owner's process, where `Door` is in front
+        if not hasattr(core, "_send_error_outputs_to_client"):  # in its owner's process, where a door is in front
             raise ValueError(_refusal(request.lora_request))
         core._send_error_outputs_to_client([request.request_id], request.client_index)
         return None
@@ -167,6 +165,46 @@ def shut(engine: Any, allowed: Iterable[str] | None = None, *, tenants: Iterable
         check = processor._validate_lora = Door(check)
     check.allowed = check.allowed if allowed is None else frozenset(allowed)
     check.tenants = check.tenants if tenants is None else frozenset(tenants)
+
+
+def guard_in_front(engine: Any) -> None:
+    """Let a class of engines whose owner steps them refuse, where their core runs in this process, what the core would:
+    vLLM notes a request before its core sees it, and would wait for the answer for ever. Harmless when called twice.
+
+    Args:
+        engine: vLLM's `LLMEngine`.
+    """
+    if not hasattr(engine.__init__, _ALLOWED):
+        engine.__init__ = _guarded_in_front(engine.__init__)
+        setattr(engine.__init__, _ALLOWED, True)
+
+
+@stands_in
+def _guarded_in_front(make: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
+    make(engine, *args, **kwargs)
+    core, processor = getattr(engine.engine_core, "engine_core", None), getattr(engine, "input_processor", None)
+    if core is not None and engine.vllm_config.lora_config is not None and hasattr(processor, "_validate_lora"):
+        processor._validate_lora = _DoorOfCore(processor, core)
+
+
+class _DoorOfCore:
+    """An input processor's `_validate_lora` that asks the core, whoever pushes into it. It keeps neither alive."""
+
+    def __init__(self, processor: Any, core: Any) -> None:
+        self._processor, self._core = ref(processor), ref(core)
+
+    def __call__(self, lora: Any) -> None:
+        processor: Any = self._processor()
+        if _refuses(self._core(), lora):
+            raise ValueError(_refusal(lora))
+        type(processor)._validate_lora(processor, lora)
+
+
+def _refuses(core: Any, lora: Any) -> bool:
+    allowed: frozenset[str] = getattr(core, _ALLOWED, frozenset())
+    if _paused(core):
+        allowed |= getattr(core, _COMING, frozenset())
+    return _lacks(lora, allowed, getattr(core, _TENANTS, frozenset()))
 
 
 def _lacks(lora: Any, allowed: frozenset[str] | None, tenants: frozenset[int]) -> bool:

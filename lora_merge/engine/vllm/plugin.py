@@ -68,6 +68,11 @@ def register() -> None:
             setattr(core.EngineCore, name, method)
         guard(core.EngineCore)
         hook(core.EngineCore)
+    stepped = sys.modules.get("vllm.v1.engine.llm_engine")  # likewise
+    if stepped is not None:
+        from .kept_requests import guard_in_front
+
+        guard_in_front(stepped.LLMEngine)
 
 
 @stands_in
