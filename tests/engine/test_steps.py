@@ -11,6 +11,7 @@ import pytest
 from workers import worker
 
 from lora_merge import PushFailed, PushRefused
+from lora_merge.engine.adapter_versions import CONSTANT_PATH
 from lora_merge.engine.control.base import Call, Control, Moved, NotOurs, WorkerFailed
 from lora_merge.engine.control.calls import EngineGone, drive
 from lora_merge.engine.payload.base import LocalOp
@@ -274,6 +275,46 @@ def test_an_engine_that_has_no_adapter_is_told_of_none(
     one = replica(engine, lora={"max_rank": 8, "dtype": "float32"}, served=began, state=state)
     drive(EngineSequence("mine", "keep").pause(one, "merged", brought=NEW))
     assert one.allowed == allowed
+
+
+@pytest.mark.parametrize(
+    ("held", "more", "paused", "left"),
+    [
+        ("base", {}, False, []),
+        ("merged", {}, False, []),
+        ("merged", {}, True, []),
+        ("adapter", {"paused": True}, False, [CONSTANT_PATH]),
+    ],
+    ids=["base", "merged", "merged, its user's pause", "adapter, since a broken push"],
+)
+def test_an_adapter_that_has_not_come_is_not_asked_for(
+    held: str, more: dict[str, Any], paused: bool, left: list[str]
+) -> None:
+    """Requests that came for it while the engine was paused end, and it takes those for what it holds."""
+    engine, doors = Engine("pause", paused=paused), list[tuple[list[str], bool, list[str]]]()
+
+    async def allow_adapters(paths: list[str], end: bool, coming: Sequence[str] = ()) -> list[str]:
+        assert engine.still or not end
+        doors.append((paths, end, [*coming]))
+        return []
+
+    engine.versions, engine.allow_adapters = "", allow_adapters  # type: ignore[method-assign]
+    lora = {"max_rank": 8, "dtype": "float32"}
+    one = replica(engine, lora=lora, served=held, state=State(held, 6).to_json(), **more)
+    engine.late = True
+    steps = EngineSequence("mine", "keep")
+
+    async def go() -> None:
+        await steps.pause(one, "adapter", brought=State("adapter", 7))
+        await steps.make(one, [])
+
+    with pytest.raises(PushRefused if paused else TimeoutError) as failed:
+        drive(go())
+    one.error = str(failed.value)
+    assert doors.pop() == ([], False, [CONSTANT_PATH])
+    drive(steps.go_on(one))
+    assert doors == [(left, True, [])]
+    assert engine.still == paused
 
 
 FAILING = {

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...choices import Cache, Pause, check_choice
 from ...errors import InvalidInput, PushFailed, PushRefused
-from ..adapter_versions import CONSTANT_PATH
+from ..adapter_versions import CONSTANT_PATH, path_of
 from ..control.base import Call, Control, Moved, NotOurs, Unheard
 from ..control.calls import EngineGone
 from ..messages import WorkerInfo
@@ -319,7 +319,8 @@ class EngineSequence:
             elif replica.paused_by_us and replica.to_adapter is not None and replica.state.kind == replica.served:
                 # Those that came meanwhile were made for the mode that has not come.
                 calls.append(Call("end_wrong_mode_requests", (not replica.to_adapter,)))
-                calls += [Call("allow_adapters", ([], True))] if replica.to_adapter and replica.allowed else []
+            if replica.error and replica.allowed:  # it was told what was coming, and has what it had
+                calls.append(Call("allow_adapters", (_there(replica), True)))
             if replica.paused_by_us:
                 calls.append(Call("resume"))
                 # A pause that timed out may take effect yet: the next push then knows that it is none of the user's.
@@ -374,6 +375,11 @@ def _end_wrong_mode_requests(replica: Replica) -> list[Call]:
         stale = StaleRequests(False, []) if replica.stale is None else replica.stale
         ends.append(Call("end_tenants_requests", (*stale, [tenant_id(name) for name in replica.tenants])))
     return ends if replica.allowed is None else [*ends, Call("allow_adapters", (replica.allowed, True))]
+
+
+def _there(replica: Replica) -> list[str]:
+    """Return the paths of the adapters that an engine holds."""
+    return [path_of(one) for one in replica.kept] or ([CONSTANT_PATH] if replica.state.kind == "adapter" else [])
 
 
 def _check_reset(replica: Replica, done: bool) -> None:
