@@ -182,8 +182,10 @@ def guard_in_front(engine: Any) -> None:
 @stands_in
 def _guarded_in_front(make: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
     make(engine, *args, **kwargs)
-    core, processor = getattr(engine.engine_core, "engine_core", None), getattr(engine, "input_processor", None)
-    if core is not None and engine.vllm_config.lora_config is not None and hasattr(processor, "_validate_lora"):
+    core: Any = getattr(engine.engine_core, "engine_core", None)
+    processor: Any = getattr(engine, "input_processor", None)
+    inside = core is not None and hasattr(processor, "_validate_lora")
+    if inside and engine.vllm_config.lora_config is not None:
         processor._validate_lora = _DoorOfCore(processor, core)
 
 
@@ -191,10 +193,11 @@ class _DoorOfCore:
     """An input processor's `_validate_lora` that asks the core, whoever pushes into it. It keeps neither alive."""
 
     def __init__(self, processor: Any, core: Any) -> None:
-        self._processor, self._core = ref(processor), ref(core)
+        self._processor: Callable[[], Any] = ref(processor)
+        self._core: Callable[[], Any] = ref(core)
 
     def __call__(self, lora: Any) -> None:
-        processor: Any = self._processor()
+        processor = self._processor()
         if _refuses(self._core(), lora):
             raise ValueError(_refusal(lora))
         type(processor)._validate_lora(processor, lora)
