@@ -64,8 +64,11 @@ class Acting:
 
     def check(self) -> None:
         """Raise as `acting` does, where dropout or a variant has changed."""
-        for adapter in self.adapters if hasattr(self.layer, "lora_dropout") else ():
-            _check(self.name, self.layer, adapter)
+        dropouts = self.layer._modules.get("lora_dropout")
+        if dropouts is None:  # of no LoRA, or not where PEFT has them
+            dropouts = getattr(self.layer, "lora_dropout", None)
+        for adapter in self.adapters if dropouts is not None else ():
+            _check(self.name, self.layer, adapter, dropouts[adapter])
 
     @property
     def base(self) -> Any:
@@ -209,9 +212,8 @@ def acting(name: str, layer: Any) -> Acting:
     return found
 
 
-def _check(name: str, layer: Any, adapter: str) -> None:
-    dropout = layer.lora_dropout[adapter]
-    if getattr(dropout, "p", 0.0) > 0:
+def _check(name: str, layer: Any, adapter: str, dropout: Any) -> None:
+    if type(dropout) is not nn.Identity and getattr(dropout, "p", 0.0) > 0:
         raise InvalidInput(
             f"{name}: adapter '{adapter}' has lora_dropout={dropout.p}, which drops inputs of the adapter alone "
             "and no weight can express: make it with lora_dropout=0.0 (RL fine-tuning mostly does), or do not "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import repeat
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -263,7 +264,8 @@ class Training:
         self._sharded = found.sharded
         if layers is not self._layers:
             self._hook(layers)
-        now = _merged(layers, self.merges)._replace(seed=self._seed(layers, ranks) if acts_here else None)
+        now = _merged(layers, self.merges, before if values else None)
+        now = now._replace(seed=self._seed(layers, ranks) if acts_here else None)
         self._block.seed = now.seed
         try:
             if before is not None:
@@ -335,9 +337,12 @@ class Training:
         if not values:
             self._guards = [*guarded(list(self._model.modules())), (list(self._layers), ("merge", "unmerge"))]
         for modules, names in self._guards:
-            for module in modules:
-                inside = vars(module)
-                inside.update({n: partial(self._on_base, module, n) for n in names if inside.get(n) is refuse})
+            insides = list(map(vars, modules))
+            for name in names:
+                if refuse in map(dict.get, insides, repeat(name)):
+                    for module, inside in zip(modules, insides, strict=True):
+                        if inside.get(name) is refuse:
+                            inside[name] = partial(self._on_base, module, name)
 
     def _on_base(self, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of a module once the base is back. PEFT's `unmerge` has nothing left to do then."""
@@ -420,10 +425,17 @@ class Training:
         return ready
 
 
-def _merged(layers: dict[nn.Module, Acting], number: int) -> _Merged:
-    """Return what these layers are merged from now, before they are."""
-    adapters = list({id(p): p for found in layers.values() for p in found.parameters}.values())
-    weights = tuple(_weights(layers))
+def _merged(layers: dict[nn.Module, Acting], number: int, known: _Merged | None = None) -> _Merged:
+    """Return what these layers are merged from now, before they are.
+
+    Args:
+        known: what they were merged from before, if they are the same.
+    """
+    if known is None:
+        adapters = list({id(p): p for found in layers.values() for p in found.parameters}.values())
+        weights = tuple(_weights(layers))
+    else:
+        adapters, weights = known.adapters, known.weights
     versions, outside = list(map(_VERSION, adapters)), tuple(map(_VERSION, weights))
     values = Values(map(here, adapters))
     return _Merged([], adapters, versions, steps(), values, weights, outside, (), None, number)

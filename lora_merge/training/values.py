@@ -7,11 +7,15 @@ version counter of a parameter tells of. So their bits are compared with a copy 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import compress
+from operator import attrgetter, ne
 
 import torch
 from torch import Tensor
 
 from ..kernels.segments import raw
+
+_NBYTES = attrgetter("nbytes")
 
 
 class Values:
@@ -23,8 +27,10 @@ class Values:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors: dict[torch.device, list[Tensor]] = {}
-        for tensor in {id(t): t for t in tensors if t.numel() and not t.is_meta}.values():
-            if tensor.untyped_storage().nbytes() != tensor.nbytes:
+        there = list({id(t): t for t in tensors}.values())
+        held = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, there))
+        for tensor in compress(there, map(ne, held, map(_NBYTES, there))):
+            if tensor.numel() and not tensor.is_meta:
                 self._tensors.setdefault(tensor.device, []).append(tensor)
         self._bits = self._now()
 

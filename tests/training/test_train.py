@@ -373,6 +373,26 @@ def test_adapters_that_change_otherwise() -> None:
             assert_same_bits(got, layer(x))
 
 
+def test_parameters_that_take_the_place_of_others_are_merged_from_then_on() -> None:
+    """What was merged is kept from one merge to the next, as long as nothing but values has changed."""
+    model = adapted(models.qwen2)
+    layer = next(m for m in model.modules() if isinstance(m, LoraLayer))
+    half: Any = layer.lora_B["default"]
+    with train_merged(model) as training, torch.no_grad():
+        shake(model)
+        for number in range(6):
+            if number == 2:
+                before, half.weight = half.weight, nn.Parameter(half.weight * 2)
+            half.weight.mul_(1.5)
+            got = models.outputs(model)
+            if number > 2:
+                before.mul_(2)  # no adapter any more
+                assert_same_bits(got, models.outputs(model))
+            training.pause()
+            with merged(model):
+                assert_same_bits(got, models.outputs(model), f"merge {number}")
+
+
 def test_adapters_are_saved_at_any_time(tmp_path: Path) -> None:
     model = MODELS["linear"]()
     before = bits(model)
