@@ -27,6 +27,8 @@ _RENAMED = "deepseek_"
 """Prefix that vLLM adds to names of rotary embeddings in the configuration itself."""
 _HEADS = "num_attention_heads", "num_key_value_heads", "head_dim"
 _SHOWN = 48
+_NONE = object()
+"""Stands for a setting that a configuration has not."""
 
 
 def computing(config: Any) -> dict[str, Any]:
@@ -38,7 +40,7 @@ def computing(config: Any) -> dict[str, Any]:
         text = config.get_text_config()
     except ValueError:  # several, of which none is the one
         text = config
-    found = {key: getattr(text, key) for key in _KEYS if hasattr(text, key)}
+    found = {key: value for key in _KEYS if (value := getattr(text, key, _NONE)) is not _NONE}
     if "rope_parameters" in found:
         found.pop("rope_scaling", None)  # its older name, for the same settings
     if hasattr(text, "original_num_attention_heads"):  # SGLang adds heads of zeros, for workers that share them on CPUs

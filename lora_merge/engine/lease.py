@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from .transport.liveness import born, host_id
@@ -16,6 +17,10 @@ SILENT_S = 60.0
 _under_way: set[str] = set()
 """Trainers of this process that are in a push."""
 os.register_at_fork(after_in_child=_under_way.clear)
+
+
+_born = cache(born)
+"""Of this process, which stays what it is; a forked one has another number."""
 
 
 @contextmanager
@@ -35,7 +40,7 @@ def lease_of(owner: str, push: str) -> dict[str, Any]:
         "owner": owner,
         "host": host_id(),
         "pid": pid,
-        "born": born(pid),
+        "born": _born(pid),
         "push": push,
         "at": time.monotonic_ns(),
         "living": sorted(_under_way),

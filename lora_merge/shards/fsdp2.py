@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import InvalidInput
 from ..kernels.segments import raw
@@ -136,10 +136,9 @@ def sharded_over(tensor: Any) -> tuple[Any, tuple[int, ...]]:
     return tensor.device_mesh, tuple(i for i, p in enumerate(tensor.placements) if not p.is_replicate())
 
 
-def meshes(units: Sequence[Any], modules: Sequence[nn.Module]) -> dict[tuple[Any, tuple[int, ...]], None]:
-    """Return meshes and sharded dimensions (`sharded_over`) of everything that lies sharded in some modules, the units
-    among them, or will when units that are gathered are back on their shards."""
-    parameters: list[Any] = list(chain.from_iterable([module._parameters.values() for module in modules]))
+def meshes(units: Sequence[Any], parameters: Sequence[Any]) -> dict[tuple[Any, tuple[int, ...]], None]:
+    """Return meshes and sharded dimensions (`sharded_over`) of everything that lies sharded of some parameters, or will
+    when units that are gathered, whose parameters are among them, are back on their shards."""
     kinds = {kind for kind in set(map(type, parameters)) if is_dtensor_kind(kind)}
     away = [held for unit in units for held in _away(unit)]
     # Between a forward and its backward a parameter may lie over a smaller mesh.

@@ -17,7 +17,7 @@ from ..kernels.packed import memory
 from . import Shard, address, fsdp1, fsdp2, here, quantised, whole, zero3
 from .ranks import Ranks
 
-_CHILDREN, _VALUES = attrgetter("_modules"), methodcaller("values")
+_CHILDREN, _PARAMETERS, _VALUES = attrgetter("_modules"), attrgetter("_parameters"), methodcaller("values")
 
 
 class Cut(NamedTuple):
@@ -38,11 +38,13 @@ class Known(NamedTuple):
     Args:
         modules: that hold parameters themselves.
         kinds: classes of these and of all that they are in.
+        parameters: their parameters, perhaps with buffers.
         cut: how the model is sharded, where it is known to be as it was.
     """
 
     modules: list[nn.Module]
     kinds: set[type]
+    parameters: Sequence[Any]
     cut: Cut | None = None
 
 
@@ -73,10 +75,11 @@ class Layout:
         if known is not None and known.cut is not None and there:
             self._modules, (self._two, self._meshes) = known.modules, known.cut
             return
-        plain = known is not None and not _any_unit(known.kinds) and not _any_cut(known.modules, there)
+        plain = known is not None and not _any_unit(known.kinds) and not _any_cut(known, there)
         if known is None or not plain:
             modules = _modules(model)
-            known = Known(modules, set(map(type, modules)))
+            parameters = list(chain.from_iterable(map(_VALUES, map(_PARAMETERS, modules))))
+            known = Known(modules, set(map(type, modules)), parameters)
         self._modules = known.modules
         self._zero3 = zero3.managed(known.modules)
         for module in self._modules if _any_unit(known.kinds) else ():
@@ -92,7 +95,7 @@ class Layout:
                     "destroy_process_group()"
                 )
             return
-        self._meshes = {} if plain else fsdp2.meshes(self._two, self._modules)
+        self._meshes = {} if plain else fsdp2.meshes(self._two, known.parameters)
         self._flat_group = self._flat_group or fsdp1.group(self._one)
 
     @cached_property
@@ -241,13 +244,13 @@ def _version_of(kind: type) -> int:
     return 1 if fsdp1.is_unit(kind) else 2 if fsdp2.is_unit(kind) else 0
 
 
-def _any_cut(modules: Sequence[nn.Module], there: bool) -> bool:
-    """Return True if some parameter of modules says of itself that it is sharded.
+def _any_cut(known: Known, there: bool) -> bool:
+    """Return True if some parameter says of itself that it is sharded.
 
     Args:
         there: whether torch.distributed is initialised.
     """
-    return bool((there and fsdp2.meshes([], modules)) or zero3.managed(modules))
+    return bool((there and fsdp2.meshes([], known.parameters)) or zero3.managed(known.modules))
 
 
 def _check_held(name: str, tensor: Tensor) -> None:

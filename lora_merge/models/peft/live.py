@@ -57,7 +57,9 @@ class Peft:
         with suppress(Exception):  # said by `snapshot`, when the ranks can agree on it
             of = {"adapters": reader is None}
             self._seen = again(model, sharded=True, **of) if model in _cut else take(model, None, **of)
-        self._layout = Layout(model, self._seen and Known(self._seen.modules, self._seen.kinds, self._seen.cut))
+        seen = self._seen
+        known = seen and Known(seen.modules, seen.kinds, seen.parameters, seen.cut)
+        self._layout = Layout(model, known)
         (_cut.discard if self._layout.plain else _cut.add)(model)
         self.ranks = self.merging = self._layout.ranks()
         self.device, self.sharded = self._layout.device(), self._layout.sharded
