@@ -111,19 +111,22 @@ class Options:
         return cls(**words, check=_bound(check), verify=_flag(f"{SWITCH}_VERIFY", verify), share=share)
 
 
-def trains_merged(environment: Mapping[str, str] = os.environ) -> bool:
+def trains_merged(environment: Mapping[str, str] | None = None) -> bool:
     """Return True if LORA_MERGE_TRAIN=merged is set."""
-    return environment.get(f"{SWITCH}_TRAIN") == "merged"
+    found = os.environ if environment is None else environment  # some replace the object
+    return found.get(f"{SWITCH}_TRAIN") == "merged"
 
 
-def switched_on(environment: Mapping[str, str] = os.environ) -> bool:
+def switched_on(environment: Mapping[str, str] | None = None) -> bool:
     """Return True if LORA_MERGE=1 is set."""
-    return _flag(SWITCH, environment.get(SWITCH, ""))
+    found = os.environ if environment is None else environment  # some replace the object
+    return _flag(SWITCH, found.get(SWITCH, ""))
 
 
-def switched_off(environment: Mapping[str, str] = os.environ) -> bool:
+def switched_off(environment: Mapping[str, str] | None = None) -> bool:
     """Return True if LORA_MERGE=0 is set, which leaves a trainer as it is."""
-    return bool(environment.get(SWITCH)) and not switched_on(environment)
+    found = os.environ if environment is None else environment  # some replace the object
+    return bool(found.get(SWITCH)) and not switched_on(found)
 
 
 def _flag(name: str, value: str) -> bool:
