@@ -20,7 +20,7 @@ os.register_at_fork(after_in_child=_under_way.clear)
 
 
 _born = cache(born)
-"""Of this process, which stays what it is; a forked one has another number."""
+os.register_at_fork(after_in_child=_born.cache_clear)  # the number may be another process's there
 
 
 @contextmanager

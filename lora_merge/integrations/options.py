@@ -89,7 +89,7 @@ class Options:
             shares: the same of sharing the weights.
             merges: the same of choosing who merges.
         """
-        found = os.environ if environment is None else environment
+        found = _given(environment)
         check, verify = (found.get(f"{SWITCH}_{name}", "") for name in ("CHECK", "VERIFY"))
         share = _flag(f"{SWITCH}_SHARE", found.get(f"{SWITCH}_SHARE", ""))
         if share and not shares:
@@ -113,20 +113,22 @@ class Options:
 
 def trains_merged(environment: Mapping[str, str] | None = None) -> bool:
     """Return True if LORA_MERGE_TRAIN=merged is set."""
-    found = os.environ if environment is None else environment  # some replace the object
-    return found.get(f"{SWITCH}_TRAIN") == "merged"
+    return _given(environment).get(f"{SWITCH}_TRAIN") == "merged"
 
 
 def switched_on(environment: Mapping[str, str] | None = None) -> bool:
     """Return True if LORA_MERGE=1 is set."""
-    found = os.environ if environment is None else environment  # some replace the object
-    return _flag(SWITCH, found.get(SWITCH, ""))
+    return _flag(SWITCH, _given(environment).get(SWITCH, ""))
 
 
 def switched_off(environment: Mapping[str, str] | None = None) -> bool:
     """Return True if LORA_MERGE=0 is set, which leaves a trainer as it is."""
-    found = os.environ if environment is None else environment  # some replace the object
-    return bool(found.get(SWITCH)) and not switched_on(found)
+    return bool(_given(environment).get(SWITCH)) and not switched_on(environment)
+
+
+def _given(environment: Mapping[str, str] | None) -> Mapping[str, str]:
+    """Return an environment, or the process's own as it is now: ms-swift, for one, replaces `os.environ`."""
+    return os.environ if environment is None else environment
 
 
 def _flag(name: str, value: str) -> bool:
