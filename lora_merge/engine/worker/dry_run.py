@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from traceback import extract_tb, walk_tb
@@ -13,14 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...kernels.segments import FLOATS
 from ...stream.window import Window, window_of
 from ..messages import ANOTHER_SIZE, TIED
 
+_log = logging.getLogger(__name__)
 _TO_COPY = torch.ops.aten._to_copy.default
+_MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.PythonTLSSnapshot
+)
+"""The keys by which a thread calls its dispatch modes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,6 +204,21 @@ class _Values(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextmanager
+def _no_other_modes() -> Iterator[None]:
+    """Run a block in which torch calls the dispatch modes that it enters, and none that was entered before.
+
+    Where something has left a thread with modes but without their keys, torch calls no mode at all: every copy of a dry
+    run was made instead of recorded, and raised.
+    """
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    modes = torch._C._len_torch_dispatch_stack()
+    if (exclude & _MODES).raw_repr() or (modes and not (include & _MODES).raw_repr()):
+        _log.warning("torch calls none of the thread's %d dispatch modes: keys %s without %s", modes, include, exclude)
+    with torch._C._ForceDispatchKeyGuard(include - _MODES, exclude - _MODES), _disable_current_modes():
+        yield
+
+
 def feed(model: Any, capture: Capture, metas: list[tuple[str, Tensor]]) -> dict[str, str]:
     """Run `load_weights` on all tensors under capture, and on single ones if that fails; returns name -> error."""
 
@@ -207,7 +228,7 @@ def feed(model: Any, capture: Capture, metas: list[tuple[str, Tensor]]) -> dict[
                 capture.current = name
                 yield name, tensor
 
-        with _Values(capture), capture:
+        with _no_other_modes(), _Values(capture), capture:
             model.load_weights(noted())
 
     refused: dict[str, str] = {}
