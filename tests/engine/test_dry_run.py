@@ -63,3 +63,21 @@ def test_copies_are_recorded_whatever_modes_a_thread_is_in(around: Any, caplog: 
     assert [(r.name, r.path, r.copy is not None) for r in capture.records] == [("q", "qkv", True), ("kv", "qkv", True)]
     assert torch.equal(model.qkv, torch.ones(6, 4))
     assert ("torch calls none" in caplog.text) == (around in (torch._C._DisableTorchDispatch, left_behind))
+
+
+def test_an_interrupt_leaves_no_mode_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python raises it wherever it comes, so also before a mode has left: writes after it were recorded, not made."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model, fed = Model(), [("q", torch.empty(4, 4, device="meta"))]
+    capture = Capture({"qkv": model.qkv}, fed, [("qkv", model.qkv)])
+    with monkeypatch.context() as patched, torch.no_grad():
+        patched.setattr(Capture, "__exit__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            feed(model, capture, fed)
+    assert torch._C._len_torch_dispatch_stack() == 0
+    with torch.no_grad():
+        model.qkv.zero_()
+    assert not model.qkv.any()

@@ -216,7 +216,11 @@ def _no_other_modes() -> Iterator[None]:
     if (exclude & _MODES).raw_repr() or (modes and not (include & _MODES).raw_repr()):
         _log.warning("torch calls none of the thread's %d dispatch modes: keys %s without %s", modes, include, exclude)
     with torch._C._ForceDispatchKeyGuard(include - _MODES, exclude - _MODES), _disable_current_modes():
-        yield
+        try:
+            yield
+        finally:  # a mode that an interrupt kept from leaving would take the writes of later pushes for a dry run's
+            while torch._C._len_torch_dispatch_stack():
+                torch._C._pop_torch_dispatch_stack(None)
 
 
 def feed(model: Any, capture: Capture, metas: list[tuple[str, Tensor]]) -> dict[str, str]:
