@@ -1,9 +1,15 @@
-"""Import what is optional, and tell what is not installed from what is installed and fails to import."""
+"""Import what is optional, tell what is not installed from what is installed and fails to import, and wait for what
+others import."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
 
 from .errors import MissingExtra
 
@@ -46,3 +52,39 @@ def root_of(error: BaseException) -> str:
         error = cause
     told = str(error).strip().splitlines()
     return f"{type(error).__name__}: {told[0]}" if told else type(error).__name__
+
+
+def after_import(name: str, call: Callable[[ModuleType], object]) -> None:
+    """Call a function with a module: now if it is imported, else as soon as it is."""
+    if (module := sys.modules.get(name)) is not None:
+        call(module)
+    else:
+        sys.meta_path.insert(0, _Awaited(name, call))
+
+
+class _Awaited(MetaPathFinder):
+    """Finds one module as the other finders do, and has a function called after its import. It stays where it is: other
+    threads may be going through the list of finders."""
+
+    def __init__(self, name: str, call: Callable[[ModuleType], object]) -> None:
+        self._name, self._call, self._asks = name, call, False
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name or self._asks:
+            return None
+        self._asks = True
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self._asks = False
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                self._call(module)
+
+            vars(spec.loader)["exec_module"] = exec_module
+        return spec

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
 import pytest
+from workers import worker
 
 from lora_merge import PushRefused
 from lora_merge.engine.adapter_versions import CONSTANT_PATH, name_of, path_of, version_of
-from lora_merge.engine.control.base import Call
+from lora_merge.engine.control.base import Call, Control, NotOurs
 from lora_merge.engine.control.calls import drive
 from lora_merge.engine.control.http import Answered, NoRoute
+from lora_merge.engine.push.channels import Trainer
+from lora_merge.engine.push.planner import Planner
+from lora_merge.engine.push.replica import Replica
+from lora_merge.engine.push.versions import VersionPusher
 from lora_merge.engine.state import State, change
 from lora_merge.engine.tenants import PATHS, tenant_id
 from lora_merge.engine.vllm import kept_requests
 from lora_merge.engine.vllm.control import HttpControl, LlmControl, _allowing
 from lora_merge.engine.vllm.kept_requests import guard, guard_in_front, lora_merge_adapters, shut
+from lora_merge.shards.ranks import Ranks
 
 FIRST, SECOND = (State("adapter", number, "base", trainer="t") for number in (1, 2))
 
@@ -235,6 +242,48 @@ def test_an_engine_that_its_owner_steps_has_a_door_from_its_start_on() -> None:
     left = ref(core), ref(engine.input_processor)
     del engine, core, other
     assert [one() for one in left] == [None, None]
+
+
+class Kept(Control):
+    """An engine of this trainer's, or one that another trainer has by now."""
+
+    def __init__(self, taken: bool) -> None:
+        super().__init__(object())
+        self.asked, self._taken = list[str](), taken
+
+    async def rpc(self, op: str, **message: Any) -> list[dict[str, Any]]:
+        self.asked.append(op)
+        if self._taken:
+            raise NotOurs("another trainer holds it now")
+        return []
+
+    async def allow_adapters(self, paths: Sequence[str], end: bool, coming: Sequence[str] = ()) -> list[str]:
+        self.asked.append("allow_adapters")
+        return []
+
+
+def test_who_has_lost_an_engine_leaves_its_door_as_it_is() -> None:
+    """What another trainer keeps there was refused from then on."""
+
+    def asked(taken: bool, step: Callable[[VersionPusher, Replica], Coroutine[Any, Any, Any]]) -> list[str]:
+        pusher = VersionPusher(Trainer([engine := Kept(taken)], Ranks()), Planner(), pause="keep", mode="adapter")
+        pusher._keep = 1
+        one = Replica(0, engine, [worker(state=FIRST.to_json(), kept=[FIRST.to_json()])])
+        with pytest.raises(NotOurs) if taken else nullcontext():
+            if stuck := drive(step(pusher, one)):
+                raise NotOurs(stuck[0])
+        return engine.asked
+
+    def trim(pusher: VersionPusher, one: Replica) -> Coroutine[Any, Any, Any]:
+        return pusher._trim(one, SECOND)
+
+    def take_back(pusher: VersionPusher, one: Replica) -> Coroutine[Any, Any, Any]:
+        return pusher._take_back([one], SECOND, switching=True)
+
+    whole = ["renew_lease", "allow_adapters", "remove_versions"]
+    assert asked(False, trim) == whole
+    assert asked(False, take_back) == [*whole, "end"]
+    assert asked(True, trim) == asked(True, take_back) == ["renew_lease"]
 
 
 @pytest.mark.parametrize(

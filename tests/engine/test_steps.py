@@ -295,6 +295,7 @@ def test_an_adapter_that_has_not_come_is_not_asked_for(
 
     async def allow_adapters(paths: list[str], end: bool, coming: Sequence[str] = ()) -> list[str]:
         assert engine.still or not end
+        assert {"renew_lease", "note_pause"} & {*engine.messages[-1]}, "a push that is over lets nothing in or out"
         doors.append((paths, end, [*coming]))
         return []
 

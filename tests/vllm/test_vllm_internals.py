@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import engines  # noqa: F401 - the environment of engines
+import models
 import pytest
 import vllm.model_executor.model_loader.reload.layerwise as layerwise
 from vllm.lora.lora_model import LoRAModel
@@ -86,3 +91,43 @@ def test_vllm_loads_adapters_from_files_alone() -> None:
     called = list(inspect.signature(EngineCore.collective_rpc).parameters)
     assert called == ["self", "method", "timeout", "args", "kwargs"]
     assert list(inspect.signature(InputProcessor._validate_lora).parameters) == ["self", "lora_request"]
+
+
+EARLY = """
+import sys
+import models, policies
+from vllm import EngineArgs, SamplingParams
+
+policy = models.with_lora(policies.qwen2, target_modules=policies.LINEARS)
+folder = policies.Path(sys.argv[1])
+policies.save_base(policy.get_base_model(), folder)
+sizes = {"dtype": "float32", "max_model_len": 64, "num_gpu_blocks_override": 64, "max_lora_rank": 8}
+options = {"enforce_eager": True, "skip_tokenizer_init": True, "load_format": "dummy", "enable_lora": True}
+arguments = EngineArgs(str(folder), **sizes, **options)
+assert not {"vllm.v1.engine.core", "vllm.v1.engine.llm_engine"} & {*sys.modules}, "what this test is for"
+
+from vllm import LLMEngine
+from lora_merge import VllmSync
+
+engine = LLMEngine.from_engine_args(arguments)
+sync = VllmSync(policy, engine, mode="adapter")
+sync.push()
+late = sync.lora_request()
+sync.push(mode="merged")
+try:
+    engine.add_request("late", {"prompt_token_ids": [1, 2]}, SamplingParams(), lora_request=late)
+except ValueError as refused:
+    assert "is not in this engine (any more)" in str(refused)
+assert not engine.has_unfinished_requests()
+"""
+
+
+def test_an_engine_whose_arguments_were_made_before_its_classes_were_imported(tmp_path: Path) -> None:
+    """vLLM loads plugins as the arguments are made, and once: the core had none of this package's methods, and every
+    push into it failed at its end."""
+    folders = [str(Path(models.__file__).parent), *sys.path]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    command = [sys.executable, "-c", EARLY, str(tmp_path / "base")]
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr

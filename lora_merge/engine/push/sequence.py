@@ -180,7 +180,9 @@ class EngineSequence:
                 holders,
             ]
         if changes and replica.allowed:  # requests for the adapter come in from now on, and wait for it
-            replica.queued_calls.insert(-2, Call("allow_adapters", ([], False, replica.allowed)))
+            # "stands" may have taken long, and "note_pause" is not made then: this push may be over.
+            told = Call("allow_adapters", ([], False, replica.allowed))
+            replica.queued_calls[-2:-2] = [self.make_call("renew_lease"), told]
         if pause != "keep" or replica.shares is not None:  # engines that share experts stop when all are asked to
             await self.make(replica, [])
             stays = not replica.paused_by_us and replica.handle.keeps

@@ -188,7 +188,7 @@ class VersionPusher(Pusher):
         if not leave:
             return
         call = Call("allow_adapters", ([path_of(one) for one in kept[-self._keep :]], False))
-        [in_use] = await self._sequence.make(replica, [call])
+        _, in_use = await self._sequence.make(replica, [self._sequence.make_call("renew_lease"), call])
         gone, leaving = sorted(leave.difference(in_use)), sorted(leave.intersection(in_use))
         await self._sequence.tell(replica, "remove_versions", paths=gone, leaving=leaving)
 
@@ -209,8 +209,9 @@ class VersionPusher(Pusher):
             replica.queued_calls = []
             remove = self._sequence.make_call("remove_versions", paths=[path_of(state)])
             allow = Call("allow_adapters", ([*map(path_of, replica.kept)], False))
+            door = [self._sequence.make_call("renew_lease"), allow] if switching else []
             try:
-                await self._sequence.make(replica, [allow, remove] if switching else [remove])
+                await self._sequence.make(replica, [*door, remove])
             except Exception as error:
                 stuck[replica.index] = error_text(error)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
+from ...extras import after_import
 from .names import BACKEND, registered
 from .stand_in import stands_in
 
@@ -58,21 +59,26 @@ def register() -> None:
     if not registered():
         WorkerBase.__init__ = _watching(WorkerBase.__init__)
     WorkerBase.lora_merge = lora_merge
-    core = sys.modules.get("vllm.v1.engine.core")  # where one is made, or runs in this process, it is there by now
-    if core is not None:
-        from .core import OF_CORE
-        from .kept import hook
-        from .kept_requests import guard
+    # `EngineArgs` calls this, perhaps before either is imported; a process that is forked does not call it again.
+    after_import("vllm.v1.engine.core", _add_to_core)
+    after_import("vllm.v1.engine.llm_engine", _add_in_front)
 
-        for name, method in OF_CORE.items():
-            setattr(core.EngineCore, name, method)
-        guard(core.EngineCore)
-        hook(core.EngineCore)
-    stepped = sys.modules.get("vllm.v1.engine.llm_engine")  # likewise
-    if stepped is not None:
-        from .kept_requests import guard_in_front
 
-        guard_in_front(stepped.LLMEngine)
+def _add_to_core(module: Any) -> None:
+    from .core import OF_CORE
+    from .kept import hook
+    from .kept_requests import guard
+
+    for name, method in OF_CORE.items():
+        setattr(module.EngineCore, name, method)
+    guard(module.EngineCore)
+    hook(module.EngineCore)
+
+
+def _add_in_front(module: Any) -> None:
+    from .kept_requests import guard_in_front
+
+    guard_in_front(module.LLMEngine)
 
 
 @stands_in
