@@ -33,7 +33,6 @@ from .push.planner import Planner, Transfer
 from .push.pusher import Pusher
 from .push.replica import Replica, SyncReport, check_handle, engines_of
 from .push.warn import warn_of_differences
-from .sglang.control import SglangControl
 from .stamps import difference, stamps
 from .state import OWN, State
 from .transport.routing import Route
@@ -217,12 +216,8 @@ def _controls_of(engine: Any) -> list[Control]:
         raise InvalidInput("engine must be a handle or a list of them, got none")
     controls = [control_of(one) for one in engines]
     for control in controls:
-        if isinstance(control, SglangControl):
-            raise InvalidInput(
-                "engine must be one of vLLM's, got one of SGLang's, whose workers merge no adapter onto their own "
-                "checkpoint: serve it by SGLang's load_lora_adapter, or push from a trainer with "
-                'SglangSync(model, engine, merge="engine")'
-            )
+        if control.folders:
+            raise InvalidInput(f"engine must be one of vLLM's, got one of {control.name}'s, {control.folders}")
     return controls
 
 

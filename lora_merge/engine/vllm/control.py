@@ -69,6 +69,7 @@ class LlmControl(Control):
     name = "vLLM"
     plugins = "VLLM_PLUGINS"
     versions = ""
+    folders = ""
     _of_core = _SYNCHRONOUS
     _utility = "call_utility"
     """The method of its engine's client that calls one of the core."""
