@@ -46,7 +46,7 @@ class LoadPlanner(Planner):
 
     Args:
         trainer: this process, with the engines.
-        folder, base: as of `read_folder`.
+        folder, base: see `read_folder`.
         name: under which the engine serves it.
         device: on which buckets are filled.
         stages: whether engines receive it while they generate, where their handles allow it.
@@ -255,7 +255,7 @@ class AdapterLoader:
 
         Args:
             folder, base, name: as there.
-            trained_on: as of `LoadPlanner`.
+            trained_on: see `LoadPlanner`.
         """
         self._pusher._planner = LoadPlanner(
             self._trainer, folder, base, name, self._device, stages=True, trained_on=trained_on

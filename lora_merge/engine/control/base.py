@@ -114,7 +114,7 @@ class Control:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether, as far as is known, other processes do all the work of calls."""
+        """Whether other processes do all the work of calls, as far as is known."""
         return bool(self.workers)
 
     def unfit(self) -> str:
