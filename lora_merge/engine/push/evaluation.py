@@ -64,7 +64,7 @@ def evaluate(
     Args:
         stream: what is sent, by name.
         found: for each engine what its workers found in it.
-        ties, adapted: as of `evaluate_engine`.
+        ties, adapted: see `evaluate_engine`.
     """
     elements = {name: prod(meta.shape) for name, meta in stream.items()}
     problems: list[str] = []
@@ -179,7 +179,7 @@ def _plainly(name: str, why: str, adapted: Container[str], serves: str) -> str:
 
 
 def _left(found: Found, sizes: Mapping[str, int]) -> list[str]:
-    """List tensors of which workers together do not take all: vLLM cuts a part out of a tensor that is too large, and
+    """List tensors that workers together do not take whole: vLLM cuts a part out of a tensor that is too large, and
     does not say so.
 
     Args:

@@ -1,8 +1,8 @@
 """What a push asks of one engine, from its pause to its resume, in as few messages as may be.
 
 A message to an engine in another process takes a millisecond. So calls that nobody waits for are kept in
-`Replica.queued_calls` until the next message: a pause that keeps requests goes with the first work, and the resume goes
-with the last call where nothing can be against it any more.
+    `Replica.queued_calls` until the next message: a pause that keeps requests goes with the first work, and the resume
+    goes with the last call if no check can refuse it any more.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class EngineSequence:
 
     Args:
         owner: name of the trainer.
-        pause, cache: what becomes of requests in flight, and of their KV cache; as of `VllmSync`.
+        pause, cache: what becomes of requests in flight, and of their KV cache; see `VllmSync`.
     """
 
     def __init__(self, owner: str, pause: Pause, cache: Cache = "reset") -> None:
@@ -242,7 +242,7 @@ class EngineSequence:
         state, as the trainer has written all.
 
         Args:
-            name, ends: as of `settle`.
+            name, ends: see `settle`.
             resets: whether caches of the old weights have to be reset yet, as the update was staged.
         """
         before = self._resets(replica) if resets and name else []
