@@ -87,7 +87,7 @@ def lora_merge_tenants(core: Any, merged: bool, ids: Sequence[int], served: Sequ
 
     Args:
         core: vLLM's `EngineCore`, which is paused.
-        merged, ids: as of `StaleRequests`.
+        merged, ids: see `StaleRequests`.
         served: ids.
     """
     setattr(core, _SERVED, replace(_served(core), tenants=frozenset(served)))
