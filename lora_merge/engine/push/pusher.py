@@ -305,7 +305,7 @@ class Pusher:
     async def _introduce(
         self, streams: Sequence[str] = (), updates: Sequence[str] = (), work: Callable[[], None] | None = None
     ) -> list[Replica]:
-        """Collect what every engine of every rank says about itself, and claim the engines for this push.
+        """Collect what every engine of every rank says about itself, and take the lease of each for this push.
 
         Args:
             streams, updates: digests of tables, and of updates, that engines say at once what they know of.

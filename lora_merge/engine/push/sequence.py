@@ -60,8 +60,8 @@ class EngineSequence:
         await control.rpc(*call.arguments, **call.options)
 
     def make_call(self, op: str, **message: Any) -> Call:
-        """Return the call of an operation in all workers of an engine. They refuse it if another push has claimed the
-        engine, and, but for those of `_ANY_TIME`, if the engine has generated since the first of them."""
+        """Return the call of an operation in all workers of an engine. They refuse it if another push has the lease,
+        and, but for those of `_ANY_TIME`, if the engine has generated since the first of them."""
         still = {} if op in _ANY_TIME else {"still": True}
         return Call("rpc", (op,), {"trainer": self._owner, "push": self.push, **still, **message})
 
@@ -325,7 +325,7 @@ class EngineSequence:
                 calls.append(Call("resume"))
                 # A pause that timed out may take effect yet: the next push then knows that it is none of the user's.
                 notes["paused"] = bool(replica.error)
-        claimed = [self.make_call("renew_lease")] if calls else []  # they ask for no claim by themselves
+        claimed = [self.make_call("renew_lease")] if calls else []  # these look at no lease by themselves
         await self.make(replica, [*claimed, *calls, self._end(**notes)])
 
     async def _stop(self, replica: Replica) -> None:

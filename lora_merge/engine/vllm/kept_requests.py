@@ -29,7 +29,7 @@ class Served:
     """Which of this package's adapters requests may ask for.
 
     Args:
-        allowed: paths; None: all, where nobody knows.
+        allowed: paths; None: all, where no push from this process has said which.
         coming: paths that a push is about to bring. Requests that wait for it may ask for them.
         tenants: ids.
     """
@@ -162,8 +162,8 @@ def answering(call: Callable[..., Any], functions: Mapping[str, Callable[..., An
 
 class Door:
     """An input processor's `_validate_lora`, which refuses requests for adapters that are not there in the process that
-    makes them: before anything of vLLM's has noted the request. It asks the core if that runs in this process, and goes
-    by `served`, what pushes from here have brought, if not. It keeps neither alive.
+    makes them: before anything of vLLM's has noted the request. If the core runs in this process, it asks the core,
+    else it goes by `served`: what pushes from this process have brought. It keeps neither core nor processor alive.
 
     Args:
         engine: vLLM's `LLMEngine` or `AsyncLLM`.
