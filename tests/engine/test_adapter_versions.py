@@ -194,6 +194,11 @@ def test_the_door_of_the_process_that_asks() -> None:
     put_door(engine, allowed=[], coming=[path_of(FIRST)])
     check(lora(path_of(FIRST)))  # which waits in its core
     assert len(engine.input_processor.seen) == 7
+    seen: list[Any] = []
+    wrapped = SimpleNamespace(input_processor=SimpleNamespace(_validate_lora=seen.append))  # by somebody else
+    put_door(wrapped, allowed=[path_of(FIRST)])
+    wrapped.input_processor._validate_lora(lora(path_of(FIRST)))
+    assert len(seen) == 1
     put_door("http://host:8000", allowed=[])  # a handle through which this process makes no requests
 
 

@@ -11,8 +11,9 @@ import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import ismethod
 from typing import Any
-from weakref import ref
+from weakref import WeakMethod, ref
 
 from ..adapter_versions import CONSTANT_PATH, PREFIX
 from ..tenants import PATHS
@@ -170,18 +171,18 @@ class Door:
     """
 
     def __init__(self, engine: Any) -> None:
-        core = core_inside(engine)
-        self._processor: Callable[[], Any] = ref(engine.input_processor)
+        core, check = core_inside(engine), engine.input_processor._validate_lora
+        self._check: Callable[[], Any] = WeakMethod(check) if ismethod(check) else lambda: check
         self._core: Callable[[], Any] = ref(core) if core is not None else lambda: None
         self.served = Served(allowed=None)
 
     def __call__(self, lora: Any) -> None:
-        core, processor = self._core(), self._processor()
+        core = self._core()
         if core is None:
             self.served.check(lora, waits=True)  # the core lets nothing in too early
         else:
             _check(core, lora)
-        type(processor)._validate_lora(processor, lora)
+        self._check()(lora)
 
 
 def put_door(engine: Any, **served: Iterable[Any]) -> None:
