@@ -6,15 +6,15 @@ mcore-bridge (ms-swift). `register` adds another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
 from ...errors import AlreadyMerged, UnsupportedAdapter
-from ...names import lineage, path_of, register_wrapper
+from ...names import lineage, path_of, register_wrapper, walk
 
 Layer: TypeAlias = Any
 """A layer of some library's, whose attributes differ from class to class."""
@@ -108,6 +108,36 @@ def style_of(name: str, module: nn.Module) -> Style | None:
             )
         _plain.add(cls)
     return None
+
+
+@contextmanager
+def adapters_off(chunks: Sequence[nn.Module] | nn.Module) -> Iterator[None]:
+    """Switch the adapters' forwards off for the time of a `with` block, when the base holds merged weights.
+
+        with lora_merge.megatron.adapters_off(chunks):
+            logits = chunks[0](tokens, positions, mask)
+
+    After the block they are as before. `merged` does this by itself.
+
+    Args:
+        chunks: as for `read`.
+
+    Raises:
+        UnsupportedAdapter: an adapter layer of a class that is not known; see `register`.
+    """
+    with layers_off(at for chunk in ([chunks] if isinstance(chunks, nn.Module) else chunks) for at in walk(chunk)):
+        yield
+
+
+@contextmanager
+def layers_off(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
+    """Make those of these modules that are adapter layers add nothing, for the time of a block."""
+    with ExitStack() as undo:
+        for name, module in modules:
+            style = style_of(name, module)
+            if style is not None:
+                undo.enter_context(style.off(module))
+        yield
 
 
 # ---- how parallel linears cut their weight ---------------------------------------------------------------------------
