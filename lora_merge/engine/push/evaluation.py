@@ -136,7 +136,7 @@ def evaluate_engine(found: Found, ties: Mapping[str, str], adapted: Container[st
         problems.insert(0, _sizes(other))
     if another:
         problems.insert(0, _class(unknown, serves))
-    if not told:  # what nothing would fill otherwise is what is of another size, or has another name
+    if not told:  # else parameters are missing whose tensors were refused for their size or name
         missing = dict.fromkeys(what for worker in found for what in worker.missing)
         problems += _some([f"nothing would fill {what}" for what in missing])
     problems += _some([f"{name} is surplus: the engine has no place for it" for name in sorted(ignored - absent)])

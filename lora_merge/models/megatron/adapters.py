@@ -1,4 +1,4 @@
-"""Adapters on megatron-core models. A style is a file's worth of: which layers, which factors, how to turn it off.
+"""Adapters on megatron-core models. A `Style` says how to read one library's layers, and how to turn them off.
 
 megatron-core has no LoRA of its own. Styles known here: Megatron-Bridge's `LoRA` and `CanonicalLoRA`, and the layers of
 mcore-bridge (ms-swift). `register` adds another.
@@ -88,7 +88,8 @@ _plain: set[type] = set()
 """Classes of modules that are no adapter layers."""
 _ADAPTERS = {"megatron.bridge.peft.adapter_wrapper.AdapterWrapper", "peft.tuners.tuners_utils.BaseTunerLayer"}
 _UNWRAPPING = {"LinearAdapter", "TELinearAdapter", "PatchedLinearAdapter", "PatchedTELinearAdapter"}
-"""Classes of Megatron-Bridge that are the linear which they adapt; known by their dotted paths, below, or refused."""
+"""Classes of Megatron-Bridge that are themselves the linear which they adapt. Those whose dotted paths are registered
+below are read, and any other is refused."""
 
 
 def style_of(name: str, module: nn.Module) -> Style | None:

@@ -465,7 +465,7 @@ class _Reader:
             self._deltas.setdefault(hf_name, []).append(Factors(shared, lora_B, pair.scaling))
 
     def _half(self, half: Half, grid: tuple[int, int], key: str = "", blocks: Sequence[Block] | None = None) -> Shard:
-        """Return a factor in coordinates of a checkpoint tensor (its key); of its own, in one block, by default."""
+        """Return a factor in coordinates of a checkpoint tensor (its key); by default in its own, as one block."""
         tensor = half.tensor.detach()
         memo = (tensor.data_ptr(), tensor.shape, key, half.cut)
         if memo not in self._halves:
