@@ -188,8 +188,8 @@ def _receiver(
     """Return what receives a version, after a check that it fits what the engine holds."""
     brought, version, kept = State(**state), ReceivedVersion(rank), keeper(worker.raw.model_runner.lora_manager)
     _check_base(session, brought)
-    # This is noted before any version is added: the door may be told of one that no worker gets after all, and by this
-    # the next push knows that there is a door.
+    # This is noted before any version is added: the core may be told of one that no worker gets after all, and by this
+    # the next push knows that the core goes by what it is told.
     kept.newest = max(kept.newest, brought.version)
 
     def keep(slots: Sequence[Slot], received: Received) -> None:
