@@ -5,21 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import compress, count
 from math import prod
 from operator import attrgetter, ne
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .choices import Rounding, Strategy
 from .errors import InvalidInput, NotRestored
+from .kept_merges import KeptMerges, forget, make_merges, merges_for
 from .kernels import backend as kernels
-from .merge_in_place import InPlaceMerge, UnshardedMerge, copy_bits
+from .merge_in_place import InPlaceMerge, copy_bits
 from .models.claims import Look, merging, to_the_end
 from .models.delta import Delta, Job, LazyList
 from .models.live import Live, live
@@ -33,41 +33,6 @@ _FIRST_VERSION = 1 << 31
 _VERSIONS = 64
 """Version counters inside a block begin at a multiple of `_VERSIONS` beyond `_FIRST_VERSION`, half of their range."""
 _entries = count()
-_merges: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
-
-
-@dataclass
-class _Known:
-    """The merges of a model, one a device, and what they were made for.
-
-    Args:
-        facts: of its snapshot.
-        strategy: see `merged`.
-        rounding: see `MergedBlock`.
-        backends: of the devices.
-        merges: those that an entry uses.
-        kept: whether they serve later entries, too: they hold no tensors of this one only.
-        others: the same once more, to come in the place of these (`MergedBlock.remerge`), once that was asked for.
-    """
-
-    facts: list[Any]
-    strategy: Strategy | None
-    rounding: Rounding
-    backends: dict[torch.device, kernels.Backend]
-    merges: list[InPlaceMerge]
-    kept: bool
-    others: list[InPlaceMerge] | None = None
-
-    def stand(self, facts: list[Any], strategy: Strategy | None, rounding: Rounding) -> bool:
-        same = all(kernels.pick(device) is backend for device, backend in self.backends.items())
-        same = same and (self.strategy, self.rounding) == (strategy, rounding)
-        return same and (self.facts is facts or self.facts == facts)
-
-    def keep(self, model: nn.Module) -> None:
-        """Keep these for later entries, where they serve them. Those that round stochastically hold the memory of the
-        weights, which a model may let go of between entries."""
-        if self.kept and self.rounding == "nearest":
-            _merges[model] = self
 
 
 class MergedBlock:
@@ -107,7 +72,7 @@ class MergedBlock:
         self._layers: list[object] = []
         self._weights: dict[Address, Tensor] = {}
         self._way_back: _Restore | None = None
-        self._known: _Known | None = None
+        self._known: KeptMerges | None = None
 
     def enter(self) -> None:
         """Merge. `leave` has to follow, also where this raises, as `merged` does."""
@@ -129,7 +94,7 @@ class MergedBlock:
             jobs = undo.enter_context(found.jobs(deltas, way_back.copy))
         undo.callback(found.reshard)
         found.reshard()  # here, where every rank does: what some have gathered and others not, no forward gathers
-        self._known = _merges_for(found, bool(self._layers), deltas, jobs, self._strategy, self._rounding)
+        self._known = merges_for(found, bool(self._layers), deltas, jobs, self._strategy, self._rounding)
         way_back.merges = self._known.merges
         self._run(way_back.merges, way_back.note, way_back.merge)
 
@@ -216,9 +181,9 @@ class MergedBlock:
         finally:
             found.off()
 
-    def _prepare(self, known: _Known, outside: _Outside) -> _Known:
+    def _prepare(self, known: KeptMerges, outside: _Outside) -> KeptMerges:
         """Return what `remerge` runs: `others` are what comes in the place of what is merged."""
-        made = _made(outside.model, outside.deltas, outside.jobs, self._strategy, self._rounding)
+        made = make_merges(outside.model, outside.deltas, outside.jobs, self._strategy, self._rounding)
         before, self._found = self._found, outside.model
         assert before is not None
         assert self._way_back is not None
@@ -384,7 +349,7 @@ class _Restore:
             with noted(self._errors):
                 self._check_places(cut_off, "module", "modules")
         if self._errors:
-            _merges.pop(self._model.key, None)  # what could not be unmerged is merged for good
+            forget(self._model.key)  # what could not be unmerged is merged for good
             self._left = True
             raise NotRestored("; ".join(map(str, self._errors))) from self._errors[0]
         torch._C._autograd._unsafe_set_version_counter(self._counted, self._versions)
@@ -407,7 +372,7 @@ class _Restore:
             self._found = now
             return
         gone = self._spans(map(ne, self._places, now))
-        _merges.pop(self._model.key, None)  # they are merged for good
+        forget(self._model.key)  # they are merged for good
         self._left = True
         names = self._names(lambda place: any(place in addresses for addresses in gone))
         raise NotRestored(
@@ -460,50 +425,3 @@ class _Restore:
         bases = [m.clone() if m.untyped_storage().data_ptr() in written else m for _, m in pairs]
         for (weight, _), base in zip(pairs, bases, strict=True):
             copy_bits(weight, base)
-
-
-def _merges_for(
-    model: Live,
-    adapted: bool,
-    deltas: Sequence[Delta],
-    jobs: Sequence[Job],
-    strategy: Strategy | None,
-    rounding: Rounding,
-) -> _Known:
-    """Return the merges of an earlier entry if nothing that they depend on has changed on any rank, or new ones."""
-    known, ranks, facts = _merges.get(model.key), model.ranks, model.snapshot().facts
-    if not ranks.any(known is None or not known.stand(facts, strategy, rounding)):
-        assert known is not None
-        return known
-    if not ranks.any(adapted):
-        raise InvalidInput("the model has no LoRA layers; pass the PeftModel, not its bare base")
-    known = _made(model, deltas, jobs, strategy, rounding)
-    known.keep(model.key)
-    return known
-
-
-def _made(
-    model: Live, deltas: Sequence[Delta], jobs: Sequence[Job], strategy: Strategy | None, rounding: Rounding
-) -> _Known:
-    """Return merges for a model as it is. Collective over its ranks."""
-    ranks, facts = model.ranks, model.snapshot().facts
-    deltas = model.everyones(deltas)
-    lines = [f"strategy={strategy!r}", *(delta.describe() for delta in deltas)]
-    ranks.same(lines, lambda: lines)
-    make = UnshardedMerge if strategy == "unshard" and not ranks.alone else InPlaceMerge
-    with ranks.vote("merged"):
-        merges = {
-            device: make(
-                [delta for delta in deltas if delta.weight.device == device],
-                [job for job in jobs if job.source.device == device],
-                model.merging if make is InPlaceMerge else ranks,
-                device,
-                rounding,
-            )
-            for device in sorted({delta.weight.device for delta in deltas}, key=str)
-        }
-    kept = make is InPlaceMerge and all(job.source is job.destination for job in jobs)
-    for merge in merges.values() if kept else ():
-        merge.release()  # what the model lets go of between entries (offloading, a sleep) is freed
-    backends = {device: kernels.pick(device) for device in merges}
-    return _Known(facts, strategy, rounding, backends, list(merges.values()), kept)

@@ -15,7 +15,7 @@ from .state import State
 PREFIX = "/lora_merge/in-memory"
 """Begins the paths of this package's adapters, which name no files."""
 CONSTANT_PATH = PREFIX
-"""The path of the one adapter that pushes without `keep` replace."""
+"""Path of the one adapter that each push without `keep` replaces."""
 _PATH = re.compile(rf"{PREFIX}/.+/(\d+)")
 _NAME = re.compile(r"lora_merge@(\d+)")
 

@@ -28,7 +28,7 @@ _RENAMED = "deepseek_"
 _HEADS = "num_attention_heads", "num_key_value_heads", "head_dim"
 _SHOWN = 48
 _NONE = object()
-"""Stands for a setting that a configuration has not."""
+"""Stands for a setting that a configuration does not have."""
 
 
 def computing(config: Any) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def computing(config: Any) -> dict[str, Any]:
         return {}
     try:
         text = config.get_text_config()
-    except ValueError:  # several, of which none is the one
+    except ValueError:  # several, and none of them is the main one
         text = config
     found = {key: value for key in _KEYS if (value := getattr(text, key, _NONE)) is not _NONE}
     if "rope_parameters" in found:

@@ -12,7 +12,7 @@ from typing import Any
 from .transport.liveness import born, host_id
 
 SILENT_S = 60.0
-"""Seconds without a call, after which workers take a trainer for dead that they cannot look up (on another host)."""
+"""Seconds without a call after which workers take a trainer on another host, which they cannot look up, for dead."""
 
 _under_way: set[str] = set()
 """Trainers of this process that are in a push."""

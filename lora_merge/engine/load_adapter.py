@@ -33,7 +33,6 @@ from .push.planner import Planner, Transfer
 from .push.pusher import Pusher
 from .push.replica import Replica, SyncReport, check_handle, engines_of
 from .push.warn import warn_of_differences
-from .sglang.control import SglangControl
 from .stamps import difference, stamps
 from .state import OWN, State
 from .transport.routing import Route
@@ -47,7 +46,7 @@ class LoadPlanner(Planner):
 
     Args:
         trainer: this process, with the engines.
-        folder, base: as of `read_folder`.
+        folder, base: see `read_folder`.
         name: under which the engine serves it.
         device: on which buckets are filled.
         stages: whether engines receive it while they generate, where their handles allow it.
@@ -217,12 +216,8 @@ def _controls_of(engine: Any) -> list[Control]:
         raise InvalidInput("engine must be a handle or a list of them, got none")
     controls = [control_of(one) for one in engines]
     for control in controls:
-        if isinstance(control, SglangControl):
-            raise InvalidInput(
-                "engine must be one of vLLM's, got one of SGLang's, whose workers merge no adapter onto their own "
-                "checkpoint: serve it by SGLang's load_lora_adapter, or push from a trainer with "
-                'SglangSync(model, engine, merge="engine")'
-            )
+        if control.folders:
+            raise InvalidInput(f"engine must be one of vLLM's, got one of {control.name}'s, {control.folders}")
     return controls
 
 
@@ -260,7 +255,7 @@ class AdapterLoader:
 
         Args:
             folder, base, name: as there.
-            trained_on: as of `LoadPlanner`.
+            trained_on: see `LoadPlanner`.
         """
         self._pusher._planner = LoadPlanner(
             self._trainer, folder, base, name, self._device, stages=True, trained_on=trained_on

@@ -45,12 +45,12 @@ class SharedExperts:
 class WorkerInfo:
     """What a worker answers to `hello`: what it is, what it holds, and what it can serve."""
 
-    # As of `introduction` (transport/routing.py).
+    # See `introduction` (transport/routing.py).
     host: str
     pid: int
     device: str
     cumem: str = ""
-    # As of `Worker.about` (worker/rpc.py). Not every engine has those with a default.
+    # See `Worker.about` (worker/rpc.py). Not every engine has those with a default.
     rank: int
     world: int
     launcher: bool
@@ -85,7 +85,7 @@ class WorkerInfo:
     # where the engine has what the stream fills; and which updates and pulls it is ready for.
     fits: Mapping[str, Mapping[str, str]]
     ready: Sequence[str]
-    # As of `Control.adapters` (or of `Worker.about`), `Control.versions` and `Control.media`; noted by the trainer.
+    # See `Control.adapters` (or of `Worker.about`), `Control.versions` and `Control.media`; noted by the trainer.
     no_adapters: str | None = None
     no_media: str | None = None
     no_versions: str = ""
@@ -108,7 +108,7 @@ class WorkerInfo:
 
     @property
     def introduction(self) -> dict[str, Any]:
-        """As of `introduction`, for `assign`."""
+        """This worker's `introduction`, which `assign` takes."""
         return {"host": self.host, "pid": self.pid, "device": self.device, "cumem": self.cumem}
 
 

@@ -1,4 +1,4 @@
-"""The base class of `VllmSync` and `SglangSync`: what a user calls, but for what is one engine's."""
+"""The base class of `VllmSync` and `SglangSync`: all that users call on both."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ class EngineSync(VersionPusher):
             await self._let_go()
 
     def _guard(self, control: Control, sharing: Sharing) -> None:
-        """Refuse, as long as a trainer shares the engine's weights, what would take them from it."""
+        """Refuse calls that would take the weights from the engine while a trainer shares them."""
 
     def _tenants_of(
         self,

@@ -41,7 +41,7 @@ _merged: WeakKeyDictionary[_Claim, _Inside] = WeakKeyDictionary()
 _read: WeakKeyDictionary[_Claim, Sequence[torch.UntypedStorage]] = WeakKeyDictionary()
 """What the passes of streams that are under way read."""
 _looks: dict[Look, set[int]] = {}
-"""Who looks at a model now, and the memory that left `merged` meanwhile."""
+"""The looks at models that are under way, each with the memory that left `merged` meanwhile."""
 
 
 class Look:
@@ -132,7 +132,7 @@ def reading(held: Sequence[torch.UntypedStorage], reader: object | None = None) 
     """Claim the memory that one pass of a stream reads, for the time of the pass.
 
     Args:
-        reader: as of `let_read`.
+        reader: see `let_read`.
 
     Raises:
         AlreadyMerged: some of it is inside `merged`.

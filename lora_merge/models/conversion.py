@@ -176,7 +176,7 @@ def _conversions_of(root: Any) -> list[Any] | None:
         made = get_model_conversion_mapping(root, add_legacy=False)
     except (ImportError, TypeError):  # an older one
         return None
-    # Whether a prefix was there, nobody knows.
+    # Nobody knows whether a prefix was there.
     return [c for c in made if type(c).__name__ != "PrefixChange"] if any(map(_turning, made)) else None
 
 

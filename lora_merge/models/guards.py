@@ -25,10 +25,11 @@ _SAVERS = (
     "add_weighted_adapter",
     "inject_adapter",
 )
-"""Methods of transformers, PEFT, diffusers and DeepSpeed that write a checkpoint, take the adapters off, or put more on
-(PEFT activates what it has put on at the end, which is refused then: half of it was there)."""
+"""Methods of transformers, PEFT, diffusers and DeepSpeed that write a checkpoint, take the adapters off, or put more
+on. (PEFT activates at its end what it has put on. Only that would be refused otherwise, and half of it would be
+there.)"""
 _NONE = object()
-"""Stands for an attribute that a module has not itself."""
+"""Stands for an attribute that a module itself does not have."""
 
 
 def refuse(*args: object, **kwargs: object) -> None:

@@ -70,7 +70,7 @@ class Learning:
 
     @property
     def moved(self) -> bool:
-        """Whether others require one by now."""
+        """Whether other parameters require a gradient by now."""
         return [p.requires_grad for p in self._parameters] != self._flags
 
     def names(self, parts: Mapping[str, Part], ranks: Ranks, buffers: bool) -> frozenset[str]:

@@ -35,7 +35,8 @@ class Trained(Protocol):
 
 
 _trained: WeakKeyDictionary[nn.Module, ref[Trained]] = WeakKeyDictionary()
-"""By adapter layer, and by module that holds all of a model's. A training holds the model; it is not held by it."""
+"""The training of each adapter layer, and of each module that holds all of a model's. A training holds the model; the
+model does not hold it."""
 
 
 def note_training(module: nn.Module, training: Trained | None) -> None:
@@ -72,8 +73,8 @@ def pause(model: Any) -> None:
 
 
 def _trainings(model: Any) -> Iterator[Trained | None]:
-    """Yield the training of each module of which one is noted, and None for each other adapter layer. Nothing is looked
-    for below one of which something is noted."""
+    """Yield the training of each module that has one, and None for each other adapter layer. What is below a module
+    with a note is not looked at."""
     modules = [part for part in (model if isinstance(model, list | tuple) else [model]) if isinstance(part, nn.Module)]
     seen = set(map(id, modules))
     while modules:

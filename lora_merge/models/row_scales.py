@@ -111,7 +111,7 @@ class RowScales:
         turns: the deltas whose rows are scaled first in each turn; all have a magnitude.
         adapters: of these turns.
         ranks: making `RowScales` and `run` are collective over them.
-        everywhere: names of the deltas of which every rank needs the factors of all rows.
+        everywhere: names of the deltas for which every rank needs the factors of all rows.
 
     Attributes:
         held: bytes of the memory through which weights are brought.
@@ -198,7 +198,7 @@ class RowScales:
         sum over the ranks.
 
         Args:
-            storages: as of `Operands.refresh`.
+            storages: see `Operands.refresh`.
         """
         some = self._turns[turn]
         if some is None:

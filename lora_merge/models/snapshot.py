@@ -74,7 +74,7 @@ class Indices(NamedTuple):
         layers: names of adapters that act, and numbers among the modules of the adapter layers in which just these do.
         weights: numbers among their parameters of those that active adapters change. None is tied to another.
         addresses: of these.
-        layouts: of these, as of `layouts`.
+        layouts: of these, see `layouts`.
         owners: for each place that holds one of them the number among their modules of its module, ...
         keys: ... under which name, ...
         held: ... and the number of the parameter.
@@ -270,7 +270,7 @@ def again(model: nn.Module, sharded: bool, *, adapters: bool = True) -> Snapshot
 
     Args:
         sharded: by FSDP2 alone.
-        adapters: as of `take`.
+        adapters: see `take`.
     """
     noted = _noted.get(model, {}).get((sharded, adapters))
     return None if noted is None else noted.again(model)

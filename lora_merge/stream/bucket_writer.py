@@ -1,15 +1,14 @@
-"""The stream of HF tensors out of what the ranks hold: which box of which parameter lands in which slot, and the plans
-that lay it there, one launch a bucket."""
+"""The stream of HF tensors out of what the ranks hold: which box of which parameter lands in which slot of a bucket,
+and how buckets are filled, one launch each."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import groupby
 from operator import sub
-from types import MappingProxyType
 from typing import Any
 from weakref import ref
 
@@ -20,21 +19,19 @@ from torch.utils.dlpack import from_dlpack
 
 from ..errors import InvalidInput
 from ..inference import outside_inference_mode
-from ..kernels.checks import same_view
 from ..kernels.packed import Packed, in_reach
-from ..kernels.plan import Plan
 from ..kernels.ranges import check_range, narrows, run_in_range
-from ..kernels.scaled.weights import Scaled
-from ..kernels.segments import Segment, copies, name_key
+from ..kernels.segments import copies, name_key
 from ..models.claims import reading
 from ..models.delta import Job, whole_job
 from ..models.operands import Operands, Turn, merge_plan
 from ..models.part import Part
-from ..models.staging import Copies, Staging, Storages, needed
+from ..models.staging import needed
 from ..shards import Box, cut, overlap
 from ..shards.exchange import Exchange
 from ..shards.owners import divide
 from ..shards.ranks import noted
+from .bucket_plans import BucketPlans
 from .buckets import Meta, Slot, Table, digest_of, extent, lay_out, lay_out_in_order, lay_out_parts
 from .direct_targets import DirectTargets
 from .double_buffer import DoubleBuffer, Reads
@@ -94,8 +91,7 @@ class BucketWriter:
             turns, staged = self._turns(), self._staged()
         ranks = self.ranks if any(turn.everything for turn in turns) else source.merging
         self.operands = Operands(turns, ranks, self.device)
-        self._plans: dict[tuple[int, bool], tuple[tuple[Hashable, int], _BucketPlan]] = {}
-        self._staging = Staging(self.device, staged)
+        self._plans = BucketPlans(self.entries, self.operands, self.device, staged)
         self.joins = self.ranks.alone and not staged and not self.operands.held
         """True if all inputs of every bucket are local and resident."""
         self._due: tuple[ref[DirectTargets], list[list[tuple[int, Slot]]]] | None = None
@@ -247,9 +243,7 @@ class BucketWriter:
             if self._passes:
                 return
             self.operands.release()
-            for _, plan in self._plans.values():
-                plan.release()
-            self._staging.release()
+            self._plans.release()
             self.source = replace(self.source, parts={}, tensors=(), counted=(), modules=(), held=())
 
     def filled(
@@ -282,7 +276,8 @@ class BucketWriter:
         def free(index: int) -> None:
             buffer = buffers[index % 2]
             if self._held_outside(buffer):
-                self._forget(buffer.data_ptr())
+                with self._filling:
+                    self._plans.forget(buffer.data_ptr())
                 buffers[index % 2] = room(buffer.numel(), buffer.device)
 
         def fill(index: int) -> tuple[int, Tensor]:
@@ -327,7 +322,7 @@ class BucketWriter:
                 self.operands.refresh(index, lambda: source.storages)
                 own = [slot for slot in self.mine(index) if slot.name not in self._wholly]
                 targets = ((slot.name, slot.box, slot.view(buffer), index) for slot in own)
-                if not self._plan(source, (index, False), buffer.data_ptr(), targets).run(run):
+                if not self._plans.of(source, (index, False), buffer.data_ptr(), targets).run(run):
                     narrow = [slot for slot in own if slot.name in self._narrow]
                     written = ((slot.name, slot.box, slot.view(buffer), index) for slot in narrow)
                     results = ((slot.name, slot.view(buffer)) for slot in narrow)
@@ -358,7 +353,9 @@ class BucketWriter:
         source = self.source
         with self._filling:
             self.operands.refresh(index, lambda: source.storages)
-            if self._plan(source, (index, True), ref(targets), self._targets(index, targets), targets.scaled).run(run):
+            places = self._targets(index, targets)
+            plan = self._plans.of(source, (index, True), ref(targets), places, targets.scaled)
+            if plan.run(run):
                 return
             if narrow := self._narrow | targets.narrow:
                 written = [target for target in self._targets(index, targets) if target[0] in narrow]
@@ -389,63 +386,6 @@ class BucketWriter:
                     due[last[slot.name] if slot.name in targets.views else at].append((at, slot))
             self._due = ref(targets), due
         return self._due[1][index]
-
-    def _plan(
-        self,
-        source: Source,
-        key: tuple[int, bool],
-        at: Hashable,
-        targets: Iterable[tuple[str, Box, Tensor, int]],
-        scaled: Mapping[str, Sequence[Scaled]] = MappingProxyType({}),
-    ) -> _BucketPlan:
-        """Return the plan of a bucket, made anew when what it writes to has moved.
-
-        Args:
-            key: the bucket; whether it is placed.
-            at: where the targets are.
-            targets: boxes of tensors of the stream, where they go, and the bucket that each is in.
-            scaled: as of `DirectTargets`.
-        """
-        known, plan = self._plans.get(key, (None, None))
-        there = known == (at, self._staging.address)
-        if plan is None or not there or not plan.hold(self._staging.memory, lambda: source.storages):
-            plan = self._make_plan(source, key[0], targets, scaled)
-            self._plans[key] = (at, self._staging.address), plan
-        return plan
-
-    def _forget(self, at: Hashable) -> None:
-        """Drop plans that write to these places, since they keep the places' memory alive."""
-        with self._filling:
-            self._plans = {key: known for key, known in self._plans.items() if known[0][0] != at}
-
-    def _make_plan(
-        self,
-        source: Source,
-        index: int,
-        targets: Iterable[tuple[str, Box, Tensor, int]],
-        scaled: Mapping[str, Sequence[Scaled]],
-    ) -> _BucketPlan:
-        boxes = list(source.rectangles(self.entries, targets))
-        away = [view for _, _, _, view, _, _ in boxes if not in_reach(view, self.device)]
-        staged = self._staging.lay_out(away)
-        arrived, jobs, segments = iter(staged), list[Job](), list[Segment]()
-        for name, delta, start, view, out, turn in boxes:
-            if delta is None and same_view(view, out):
-                continue  # an engine of this process holds it once, with the trainer
-            weight = view if in_reach(view, self.device) else next(arrived)
-            if delta is None:
-                window, meta = self.entries[name].window, self.entries[name].meta
-                assert window is not None
-                begin, _ = window.inner((start, tuple(view.shape)))
-                segments += copies(name, window.fold(weight), window.fold(out), begin, meta.shape)
-            elif turn == index:
-                jobs.append(Job(delta, start, weight, out))
-            else:
-                segments += self.operands.segments(Job(delta, start, weight, out), turn)
-        copied = Copies(list(zip(staged, away, strict=True)))
-        weights = {id(s): s for name, _, _, _, _, _ in boxes for s in scaled.get(name, ())}
-        plan = merge_plan(jobs, self.operands, segments, index, list(weights.values()))
-        return _BucketPlan(plan, copied, self._staging)
 
     def _fill_wholly(
         self, source: Source, index: int, buffer: Tensor, run: Mapping[str, Any], errors: list[Exception]
@@ -484,26 +424,6 @@ def _narrow(entry: Entry, parts: Mapping[str, Part]) -> bool:
     """Return True if an entry's merged values can be infinite where what they are made of is not."""
     some = [parts[name] for name in entry.sources]
     return any(narrows(part.shard.dtype, entry.meta.dtype, part.delta is not None) for part in some)
-
-
-class _BucketPlan:
-    """What fills this rank's part of one bucket: a launch, and before it the copies of weights that are brought."""
-
-    def __init__(self, plan: Plan, copied: Copies, staging: Staging) -> None:
-        self._plan, self._copied, self._staging = plan, copied, staging
-
-    def hold(self, memory: Tensor | None, storages: Storages) -> bool:
-        """See `Copies.hold`."""
-        return self._copied.hold(memory, storages)
-
-    def release(self) -> None:
-        self._plan.release()
-        self._copied.release()
-
-    def run(self, run: Mapping[str, Any]) -> bool | None:
-        """See `Plan.run`."""
-        self._staging.bring(self._copied)
-        return self._plan.run(**run)
 
 
 @outside_inference_mode

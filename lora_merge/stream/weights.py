@@ -19,7 +19,7 @@ from ..choices import DType, Rounding, Strategy, check_choice
 from ..errors import InvalidInput
 from ..inference import outside_inference_mode
 from ..kernels.checks import check_dtype
-from ..kernels.segments import FLOATS, raw
+from ..kernels.segments import FLOATS
 from ..models.claims import Look, check_base, check_readable
 from ..models.conversion import Conversion
 from ..models.live import Live, check_model, live
@@ -28,11 +28,11 @@ from ..models.pausing import training_of
 from ..models.peft.chosen import check_names, chosen
 from ..models.snapshot import Snapshot
 from ..names import renamed
-from ..shards import Shard, cut
+from ..shards import Shard
 from ..shards.exchange import check_strategy
-from ..shards.ranks import noted
+from .assembly import assembled
 from .bucket_writer import BucketWriter
-from .buckets import BUCKET_BYTES, Bucket, Meta, Slot, check_bucket_bytes, extent, lay_out
+from .buckets import BUCKET_BYTES, Bucket, Meta, check_bucket_bytes, extent
 from .by_layer import by_layer
 from .description import describe
 from .double_buffer import Reads
@@ -310,7 +310,7 @@ class MergedWeights:
         with writer.buffers(source) as buffers:
             filled = writer.filled(buffers, run, source)
             if not writer.ranks.alone:
-                yield from _assembled(writer, filled)
+                yield from assembled(writer, filled)
                 return
             for index, data in filled:
                 yield Bucket(index, writer.table[index], data[: extent(writer.table[index])])
@@ -325,7 +325,7 @@ class MergedWeights:
         """Yield the tensors of a pass, which may be read on the stream that is current when they are asked for."""
         with writer.buffers(source) as buffers:
             if not writer.ranks.alone:
-                for bucket in _assembled(writer, writer.filled(buffers, run, source)):
+                for bucket in assembled(writer, writer.filled(buffers, run, source)):
                     reads = Reads.begun(writer.device)
                     for name, tensor in bucket.tensors():
                         reads(bucket.data)
@@ -466,37 +466,3 @@ def _line(entry: Entry, parts: Mapping[str, Part]) -> str:
     meta = entry.meta
     deltas = [delta.describe() for name in entry.sources if (delta := parts[name].delta) is not None]
     return f"{meta.name} {meta.dtype} {list(meta.shape)} from {', '.join(entry.sources)} {entry.window} {deltas}"
-
-
-def _completed(writer: BucketWriter) -> list[tuple[Slot, ...]]:
-    """Return for each bucket the whole tensors that it completes, in the stream's order, laid out in a buffer of their
-    own."""
-    last = {slot.name: index for index, slots in enumerate(writer.table) for slot in slots}
-    groups: list[list[Meta]] = [[] for _ in writer.table]
-    at = 0
-    for name, entry in writer.entries.items():
-        at = last.get(name, at)  # what has no elements is in no bucket
-        groups[at].append(entry.meta)
-    return [lay_out(group, 1 << 62)[0] if group else () for group in groups]
-
-
-def _assembled(writer: BucketWriter, filled: Iterator[tuple[int, Tensor]]) -> Iterator[Bucket]:
-    """Yield buckets of whole tensors out of buckets of boxes."""
-    groups, table = _completed(writer), writer.table
-    where = {slot.name: (index, slot) for index, slots in enumerate(groups) for slot in slots}
-    begun: dict[int, Tensor] = {}
-    errors: list[Exception] = []
-    for index, data in filled:  # to the end, where the other ranks wait for this one
-        with noted(errors):
-            to, source = [], []
-            for slot in table[index]:
-                group, place = where[slot.name]
-                if group not in begun:
-                    begun[group] = torch.empty(extent(groups[group]), dtype=torch.uint8, device=data.device)
-                to.append(cut(place.view(begun[group]), slot.box))
-                source.append(slot.view(data))
-            torch._foreach_copy_([raw(t) for t in to], [raw(t) for t in source])
-        if groups[index] and not errors:
-            yield Bucket(index, groups[index], begun.pop(index))
-    if errors:
-        raise errors[0]

@@ -25,7 +25,7 @@ from lora_merge.engine.state import State, change
 from lora_merge.engine.tenants import PATHS, tenant_id
 from lora_merge.engine.vllm import kept_requests
 from lora_merge.engine.vllm.control import HttpControl, LlmControl, _allowing
-from lora_merge.engine.vllm.kept_requests import guard, guard_in_front, lora_merge_adapters, shut
+from lora_merge.engine.vllm.kept_requests import guard, guard_in_front, lora_merge_adapters, put_door
 from lora_merge.shards.ranks import Ranks
 
 FIRST, SECOND = (State("adapter", number, "base", trainer="t") for number in (1, 2))
@@ -79,6 +79,16 @@ class Core:
 
     def _send_error_outputs_to_client(self, names: list[str], client: int) -> None:
         self.refused.append((names, client))
+
+
+class Processor:
+    """Of vLLM's input processor: what the door uses."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def _validate_lora(self, lora: Any) -> None:
+        self.seen.append(lora)
 
 
 def request(name: str, path: str | None) -> Any:
@@ -138,29 +148,25 @@ def test_tenants_that_are_served_no_longer_do_not_come_in() -> None:
     ask("gone", "a")
     assert [name for [name], _ in core.refused] == ["of an engine that was started anew", "another", "gone"]
     assert list(core.scheduler.requests) == ["served", "a version"]
-    seen: list[Any] = []
-    engine = SimpleNamespace(input_processor=SimpleNamespace(_validate_lora=seen.append))
+    engine: Any = SimpleNamespace(input_processor=Processor())
     asked = SimpleNamespace(lora_name="lora_merge/a", lora_int_id=tenant_id("a"), lora_path=f"{PATHS}a")
-    shut(engine, tenants=[tenant_id("a")])
+    put_door(engine, tenants=[tenant_id("a")])
     engine.input_processor._validate_lora(asked)
     engine.input_processor._validate_lora(lora(CONSTANT_PATH))
-    shut(engine, [])
+    put_door(engine, allowed=[])
     engine.input_processor._validate_lora(asked)
-    shut(engine, tenants=[])
+    put_door(engine, tenants=[])
     with pytest.raises(ValueError, match=r"lora_merge/a is no tenant of this engine \(any more\)"):
         engine.input_processor._validate_lora(asked)
-    assert len(seen) == 3
+    assert len(engine.input_processor.seen) == 3
 
 
 def test_the_door_stays_as_it_is_where_a_push_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine answers with what it held, to requests for what it held."""
-    engine = SimpleNamespace(
-        input_processor=SimpleNamespace(_validate_lora=lambda lora: None),
-        engine_core=SimpleNamespace(call_utility=None),
-    )
+    engine: Any = SimpleNamespace(input_processor=Processor(), engine_core=SimpleNamespace(call_utility=None))
     control = LlmControl(engine)
     control.workers = [1]
-    shut(engine, [path_of(FIRST)], tenants=[tenant_id("a")])
+    put_door(engine, allowed=[path_of(FIRST)], tenants=[tenant_id("a")])
     door: Any = engine.input_processor._validate_lora
     came = ["[]"]
 
@@ -175,36 +181,32 @@ def test_the_door_stays_as_it_is_where_a_push_breaks_off(monkeypatch: pytest.Mon
     ]
     with pytest.raises(RuntimeError, match="it broke"):
         drive(control.chain(calls))
-    assert (door.allowed, door.tenants) == ({path_of(FIRST)}, {tenant_id("a")})
+    assert (door.served.allowed, door.served.tenants) == ({path_of(FIRST)}, {tenant_id("a")})
     came += ['{"in_use": []}']
     with pytest.raises(RuntimeError, match="it broke"):
         drive(control.chain(calls))
-    assert (door.allowed, door.tenants) == (set(), {tenant_id("a")})
+    assert (door.served.allowed, door.served.tenants) == (set(), {tenant_id("a")})
 
 
 def test_the_door_of_the_process_that_asks() -> None:
-    seen: list[Any] = []
-    engine = SimpleNamespace(input_processor=SimpleNamespace(_validate_lora=seen.append))
+    engine: Any = SimpleNamespace(input_processor=Processor())
     for allowed in ([path_of(FIRST)], [path_of(SECOND)]):
-        shut(engine, allowed)
+        put_door(engine, allowed=allowed)
         check = engine.input_processor._validate_lora
         for passes in (lora(allowed[0]), lora("/a/b"), None):
             check(passes)
         other = path_of(SECOND if allowed == [path_of(FIRST)] else FIRST)
         with pytest.raises(ValueError, match=r"lora_merge@9 is not kept in this engine \(any more\): ask for a newer"):
             check(lora(other, name_of(9)))
-    assert len(seen) == 6
-    shut("http://host:8000", [])  # a handle through which this process makes no requests
-
-
-class Processor:
-    """Of vLLM's input processor: what the doors use."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def _validate_lora(self, lora: Any) -> None:
-        self.seen.append(lora)
+    put_door(engine, allowed=[], coming=[path_of(FIRST)])
+    check(lora(path_of(FIRST)))  # which waits in its core
+    assert len(engine.input_processor.seen) == 7
+    seen: list[Any] = []
+    wrapped = SimpleNamespace(input_processor=SimpleNamespace(_validate_lora=seen.append))  # by somebody else
+    put_door(wrapped, allowed=[path_of(FIRST)])
+    wrapped.input_processor._validate_lora(lora(path_of(FIRST)))
+    assert len(seen) == 1
+    put_door("http://host:8000", allowed=[])  # a handle through which this process makes no requests
 
 
 def test_an_engine_that_its_owner_steps_has_a_door_from_its_start_on() -> None:
@@ -234,9 +236,14 @@ def test_an_engine_that_its_owner_steps_has_a_door_from_its_start_on() -> None:
     for one in passing:
         engine.input_processor._validate_lora(one)
     assert engine.input_processor.seen == passing
-    shut(engine, [])
+    put_door(engine, allowed=[])
+    engine.input_processor._validate_lora(asked[0])
+    assert engine.input_processor.seen.pop() is asked[0], "the core is asked, whatever this process has pushed"
+    core.collective_rpc("lora_merge_adapters", None, (_allowing([], False, [CONSTANT_PATH]),))
     with pytest.raises(ValueError, match="is not in this engine"):
         engine.input_processor._validate_lora(asked[0])
+    core.scheduler.pause_state = SimpleNamespace(name="PAUSED_ALL")
+    engine.input_processor._validate_lora(asked[0])
     for other in (Stepped(object()), Stepped(None, engine_core=core)):
         other.input_processor._validate_lora(asked[1])
     left = ref(core), ref(engine.input_processor)

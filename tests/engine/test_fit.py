@@ -12,7 +12,7 @@ import pytest
 import torch
 from workers import hello, worker
 
-from lora_merge import MergedWeights, PushFailed, PushRefused
+from lora_merge import InvalidInput, MergedWeights, PushFailed, PushRefused
 from lora_merge.engine.configs import computing, differences
 from lora_merge.engine.control.base import Control
 from lora_merge.engine.control.calls import drive, side_by_side, together, while_alive
@@ -24,6 +24,7 @@ from lora_merge.engine.push.introduction import hello as introduce
 from lora_merge.engine.push.replica import Replica, check_apart, check_whole, engines_of, fail_together, failure
 from lora_merge.engine.state import State, change
 from lora_merge.names import renamed
+from lora_merge.serve import unload_adapter
 from lora_merge.shards.ranks import Ranks
 from lora_merge.stream.bucket_writer import BucketWriter
 from lora_merge.stream.buckets import Meta
@@ -222,6 +223,14 @@ def test_what_a_worker_does_not_say_is_told_by_name() -> None:
     match = r"engine 0: worker 1 does not say 'served': the lora_merge where the engine runs is another one"
     with pytest.raises(PushRefused, match=match):
         drive(introduce(Trainer([Older(object())], Ranks())))
+
+
+def test_a_kind_of_engine_that_is_new_here_loads_nothing_from_folders() -> None:
+    class Newer(Control):
+        name = "Newer"
+
+    with pytest.raises(InvalidInput, match=r"one of vLLM's, got one of Newer's, whose workers merge no adapter"):
+        unload_adapter(Newer(object()))
 
 
 class Slow(Control):

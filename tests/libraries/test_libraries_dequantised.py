@@ -194,7 +194,7 @@ def test_what_is_decoded_at_a_time(case: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Called, "decode", counted)
     weights = MergedWeights(model, bucket_bytes=1 << 14)
     writer = weights.bucket_writer()
-    assert writer._staging._nbytes <= max(writer.capacity, 1 << 14)
+    assert writer._plans.staging._nbytes <= max(writer.capacity, 1 << 14)
     for _ in weights:
         pass
     for path, layer in model.get_base_model().named_modules():

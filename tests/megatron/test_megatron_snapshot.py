@@ -26,8 +26,8 @@ from lora_merge import (
     MergedWeights,
     NotRestored,
     UnsupportedAdapter,
+    kept_merges,
     merged,
-    merged_block,
 )
 from lora_merge.kernels.segments import raw
 from lora_merge.megatron import Chunks
@@ -122,7 +122,7 @@ def inside(model: Chunks) -> list[tuple[str, Tensor]]:
 
 def anew(model: Chunks) -> Any:
     """What the first entry of a process would do."""
-    merged_block._merges.clear()
+    kept_merges._kept.clear()
     snapshot._indices.clear()
     return outcome(lambda: inside(model))
 

@@ -26,6 +26,7 @@ from lora_merge import (
     MergedWeights,
     NotRestored,
     UnsupportedAdapter,
+    kept_merges,
     merged,
     merged_block,
     read_deltas,
@@ -673,7 +674,7 @@ def test_model_is_freed() -> None:
     model = models.with_lora(models.qwen2)
     with merged(model):
         pass
-    assert len(merged_block._merges) >= 1
+    assert len(kept_merges._kept) >= 1
     old = StorageWeakRef(read_deltas(model)[0].weight.pieces[0].tensor.untyped_storage())
     del model
     gc.collect()
@@ -841,7 +842,7 @@ def test_a_model_that_is_looked_at_while_a_thread_merges(
     model = models.with_lora(lambda: models.qwen2(tied=True), target_modules=[*targets, "q_proj"])
     wanted = {name: tensor.clone() for name, tensor in MergedWeights(model)}
     weights, apart, seen = MergedWeights(model), threading.Event(), threading.Event()
-    merges_for, (method, begin) = merged_block._merges_for, USES[use]
+    merges_for, (method, begin) = merged_block.merges_for, USES[use]
     look = getattr(live.Peft, method)
 
     def waiting(*args: Any) -> Any:
@@ -863,7 +864,7 @@ def test_a_model_that_is_looked_at_while_a_thread_merges(
         thread.join()
         return found
 
-    monkeypatch.setattr(merged_block, "_merges_for", waiting)
+    monkeypatch.setattr(merged_block, "merges_for", waiting)
     monkeypatch.setattr(live.Peft, method, looking)
     with unchanged(model), pytest.raises(AlreadyMerged):
         begin(model, weights)

@@ -15,7 +15,7 @@ from peft.utils import PeftType
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lora_merge import InvalidInput, LoraMergeError, MergedWeights, merged, merged_block
+from lora_merge import InvalidInput, LoraMergeError, MergedWeights, kept_merges, merged
 from lora_merge.kernels.segments import raw
 from lora_merge.models import snapshot
 from lora_merge.models.peft.facts import _PROPERTIES
@@ -278,7 +278,7 @@ def test_the_next_push_and_the_next_entry_see_a_change(change: str) -> None:
     assert streamed[1] == outcome(lambda: MergedWeights(model, adapters=False))
     assert (outcome(lambda: weights), outcome(lambda: bare)) == streamed
     entered = outcome(lambda: inside(model))
-    merged_block._merges.clear()
+    kept_merges._kept.clear()
     snapshot._indices.clear()
     assert entered == outcome(lambda: inside(model))
     if change not in ("merged and unmerged by PEFT", *UNKNOWN):

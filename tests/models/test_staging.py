@@ -31,7 +31,7 @@ from lora_merge.models.staging import Staging
 from lora_merge.shards import here
 from lora_merge.shards.layout import Layout
 from lora_merge.shards.ranks import Ranks
-from lora_merge.stream.bucket_writer import BucketWriter
+from lora_merge.stream.bucket_plans import BucketPlans
 from tests.shards.test_shards_merge import fsdp2, fsdp2_columns
 
 BUCKET = 1 << 13
@@ -77,7 +77,7 @@ def test_the_same_bits(
     elsewhere(monkeypatch, model=model)
     weights = MergedWeights(model, bucket_bytes=BUCKET, **options)
     assert_streams(weights, first)
-    assert weights.bucket_writer(whole=True)._staging._nbytes
+    assert weights.bucket_writer(whole=True)._plans.staging._nbytes
     changes = [
         lambda: None,
         lambda: [p.data.mul_(1.5) for p in model.parameters()],
@@ -132,7 +132,7 @@ def test_memory(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> Non
     with Allocations() as allocations:
         for _ in weights.buckets():
             writer = weights.bucket_writer(whole=True)
-            staging = writer._staging.memory
+            staging = writer._plans.staging.memory
             assert staging is not None
             assert staging.nbytes <= 2 * largest(weights) < size / 3
             memory = StorageWeakRef(staging.untyped_storage())
@@ -162,7 +162,7 @@ def test_plans_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Staging, "release", back_in_its_place)
     first = {name: tensor.clone() for bucket in weights.buckets() for name, tensor in bucket.tensors()}
     made: list[str] = []
-    for cls, method in ((BucketWriter, "_make_plan"), (Peft, "parts")):
+    for cls, method in ((BucketPlans, "_make"), (Peft, "parts")):
         plain = getattr(cls, method)
         monkeypatch.setattr(cls, method, lambda *a, f=plain, what=method, **k: (made.append(what), f(*a, **k))[1])
     for bucket in weights.buckets():

@@ -222,7 +222,7 @@ def test_two_buffers_suffice_for_who_lets_go(held: int) -> None:
             places.add(tensor.untyped_storage().data_ptr())
             if not held:
                 del tensor
-        plans.append([plan for _, plan in weights.bucket_writer(whole=True)._plans.values()])
+        plans.append([plan for _, plan in weights.bucket_writer(whole=True)._plans._plans.values()])
     assert len(places) == 2
     assert plans[0] == plans[1]
 

@@ -82,7 +82,7 @@ def test_a_manager_of_another_vllm() -> None:
 
 
 def test_vllm_loads_adapters_from_files_alone() -> None:
-    """Where a request can carry an adapter's tensors, `KeptAdapters` and the doors of `kept_requests` may not be needed
+    """Where a request can carry an adapter's tensors, `KeptAdapters` and the door of `kept_requests` may not be needed
     any more."""
     fields = {"lora_name", "lora_int_id", "lora_path", "base_model_name", "load_inplace", "is_3d_lora_weight"}
     assert set(LoRARequest.__struct_fields__) <= fields | {"tensorizer_config_dict"}

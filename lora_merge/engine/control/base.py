@@ -74,6 +74,7 @@ class Control:
         adapters, media: why adapters cannot be served, and encoders' caches not be reset, over this handle.
         versions: why no versions of adapters can be kept over this handle; "" where they can.
         preloads: whether a worker loads a version by itself; else `name_version` has it loaded.
+        folders: why no adapter can be loaded from a folder, in words that follow whose engine it is; "" where one can.
         name: of this kind of engines.
         plugins: the environment variable that says which plugins the engine loads.
     """
@@ -81,6 +82,7 @@ class Control:
     adapters: str | None = None
     versions: str = "this kind of engine keeps none"
     preloads: bool = True
+    folders: ClassVar[str] = "whose workers merge no adapter onto their own checkpoint"
     media: str | None = None
     name: ClassVar[str] = ""
     plugins: ClassVar[str] = ""
@@ -112,7 +114,7 @@ class Control:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether, as far as is known, other processes do all the work of calls."""
+        """Whether other processes do all the work of calls, as far as is known."""
         return bool(self.workers)
 
     def unfit(self) -> str:

@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 LOOK_S = 1.0
 """Seconds between two checks whether the workers of an awaited engine live."""
 GRACE_S = 3.0
-"""Seconds that an engine has to report itself that it is dead."""
+"""Seconds that an engine has to report its own death."""
 _SENT_S = 5e-4
 """Seconds for calls to be sent before this thread computes: Python switches threads only every 5 ms."""
 
@@ -34,7 +34,7 @@ class EngineGone(RuntimeError):
 
 
 class Liveness:
-    """Raises `EngineGone` when called once one of some processes has been dead for `GRACE_S`: until then the engine may
+    """When called, raises `EngineGone` if one of some processes has been dead for `GRACE_S`. Until then the engine may
     report it itself."""
 
     def __init__(self, pids: Sequence[int]) -> None:

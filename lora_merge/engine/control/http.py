@@ -28,14 +28,14 @@ from .base import TIMEOUT_S
 MOST = 1 << 28
 """Bytes that an answer may have."""
 CONNECT_AGAIN_S, ANSWER_AGAIN_S = 1.0, SILENT_S + 10.0
-"""Seconds to connect to a server that was not reached the last time, and for its answer: nobody waits for it for
-long a second time. One that is back takes a connection at once; its workers may take `SILENT_S` to find out that the
-push which they were in has ended."""
+"""Seconds to connect to a server that was not reached the last time, and to wait for its answer: no call waits long for
+it again. A server that is back accepts a connection at once, but its workers may take `SILENT_S` to find out that their
+push has ended."""
 _PIECE = 1 << 16
 
 
 class Unfit(RuntimeError):
-    """Something else than such a server answers; says what, and what to do."""
+    """Something other than such a server answers; the message says what, and what to do."""
 
 
 class NoRoute(Unfit):

@@ -12,9 +12,9 @@ from .base import TIMEOUT_S, Control
 from .http import Server, Unfit
 
 HELLO_S = 120
-"""Seconds for the answer to `hello`, which needs no more than the end of the step that the engine computes."""
+"""Seconds for the answer to `hello`, which waits at most for the step that the engine is computing."""
 LOOKS = 8
-"""How often a new server is asked for its processes: a balancer, in turn or by chance, then shows itself."""
+"""How often a new server is asked for its process: a balancer, in turn or by chance, then shows another one."""
 
 
 class Another(Unfit):

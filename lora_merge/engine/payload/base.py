@@ -47,7 +47,7 @@ class Terms:
 
     @cached_property
     def begin(self) -> dict[str, Any]:
-        """What workers are told where a transfer of all weights begins."""
+        """What workers are told when a transfer of all weights begins."""
         return {"state": self.state.to_json(), "changed": None if self.changed is None else sorted(self.changed)}
 
 
@@ -68,7 +68,7 @@ class Payload:
         announced: whether every engine gets a message before the transfer. Else nobody waits for one.
         staged: whether `transfer_op` only begins a transfer, which goes on beside the engine's work. The engine is
             paused when it has ended.
-        separate: whether workers take more by themselves than it costs to send each of them what all take.
+        separate: whether what single workers take is more than it costs to send each of them what all take.
         transport: name of what it takes beside the channels' transports, for reports.
     """
 
@@ -137,7 +137,7 @@ class LocalOp(Payload):
 
     Args:
         op, message: the operation and its arguments.
-        writes, merges: as of `Payload`.
+        writes, merges: see `Payload`.
     """
 
     op: str

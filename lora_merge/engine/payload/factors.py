@@ -117,7 +117,7 @@ class GatheredFactors:
         An error of this rank is raised after the collectives.
 
         Args:
-            storages: as of `Operands.refresh`.
+            storages: see `Operands.refresh`.
         """
         try:
             self._operands.refresh(storages=storages)
@@ -132,7 +132,8 @@ class GatheredFactors:
 
 
 def _dealt(deltas: Sequence[Delta], shares: Sequence[Share], ranks: Ranks) -> frozenset[int]:
-    """Return the numbers of the deltas of which each rank gets what it wants: the same on every rank."""
+    """Return the numbers of the deltas whose factors go to each rank as it wants them: the same numbers on every
+    rank."""
     some = {share.number for share in shares if share.recipients is not None}
     fit = [
         n

@@ -151,7 +151,7 @@ class Unmoved:
 
     def __call__(self, stream: BucketWriter) -> bool:
         pieces = [piece.tensor for part in stream.source.parts.values() for piece in part.shard.pieces]
-        # What codes stand for lies nowhere (`unreadable` says so).
+        # The values of codes lie nowhere in memory (`unreadable` says so).
         found = {s.data_ptr(): s for s in (p.untyped_storage() for p in pieces if not isinstance(p, Packed))}
         before, self._memory = self._memory, Memory(found.values())
         return before is not None and before.same(found) and self._memory.same_as(before)

@@ -20,14 +20,14 @@ class Recipients:
 
     Args:
         found: of each worker, the digest of what its dry run showed.
-        ignored: by digest, names of the tensors of which such a worker takes nothing.
+        ignored: by digest, names of the tensors that such a worker takes nothing of.
     """
 
     def __init__(self, found: Mapping[WorkerId, str], ignored: Mapping[str, Sequence[str]]) -> None:
         self._found, self._ignored = dict(found), ignored
         self._by_name: dict[str, frozenset[str]] | None = None
         self.key = tuple(sorted(self._found.items()))
-        """Equal for two of which the same workers take the same tensors."""
+        """Equal for two `Recipients` in which the same workers take the same tensors."""
 
     def of(self, names: Iterable[str]) -> frozenset[WorkerId]:
         """Return the workers that take something of these tensors."""

@@ -27,11 +27,11 @@ class UpdateSpec:
         base: digest of what is in the table of the base (`contents_of`).
         table: of its buckets.
         factors: how many of them hold factors; the others hold whole tensors.
-        deltas: of each what a `Delta` has beside its tensors.
-        shares: number of a delta, its first expert there and how many (0 and 1 of one matrix), of all shares.
+        deltas: for each delta what a `Delta` has beside its tensors.
+        shares: for each share the number of its delta, its first expert and how many (0 and 1 for one matrix).
         there: names of the factors that the worker reads where the trainer has them.
         tensors: of each tensor of the stream that a product is added to: which delta's, and its window there.
-        copied: of tensors that the worker reads where the trainer has them, with no product: the window.
+        copied: the windows of tensors that the worker reads where the trainer has them, with no product.
     """
 
     base: str
@@ -89,7 +89,7 @@ class DeviceFactors:
         coming: an update like it.
         pieces: of each delta, by number, what lies here of its weight; none where it is left out.
         read: the factors that come in no bucket, by name; read where they are.
-        far: of such factors, each time copied to here.
+        far: those of them that are copied to here each time.
     """
 
     def __init__(

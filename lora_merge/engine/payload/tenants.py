@@ -62,7 +62,7 @@ class TenantsSource(BucketPayload):
 
 
 def tables(own: Sequence[Table]) -> Table:
-    """Return the table of several adapters, of those of each, which are one bucket; names say whose they are."""
+    """Join the tables of several adapters, which are one bucket each, into one; names then say whose adapter it is."""
     return tuple(
         tuple(replace(slot, name=f"{index}:{slot.name}") for slot in slots) for index, [slots] in enumerate(own)
     )
@@ -97,7 +97,7 @@ def side_by_side(own: Mapping[str, int], merged: Mapping[str, int]) -> int:
     """Return the largest rank of a module where an adapter lies beside the merged one.
 
     Args:
-        own, merged: as of `rank_of`.
+        own, merged: see `rank_of`.
     """
     return max((own.get(module, 0) + merged.get(module, 0) for module in {**own, **merged}), default=0)
 

@@ -184,7 +184,7 @@ class UpdatePayload(SidePayload):
     """What training has changed since the base that an engine holds.
 
     Attributes:
-        staged: as of `Payload`; may be set.
+        staged: see `Payload`; may be set.
     """
 
     writes = False  # before `merge`

@@ -44,13 +44,13 @@ class CompatibilityCheck:
         self._fitted: dict[MergedWeights, tuple[Answers, tuple[str, ...]]] = {}
         """The engines' answers about each stream when it fitted last, and what it then left as they have it."""
         self._found: dict[int, list[str]] = {}
-        """Of each replica that was asked last, the digests of its workers' dry runs."""
+        """The digests of the workers' dry runs, for each replica that was asked last."""
         self._dropped: dict[MergedWeights, tuple[dict[str, str], str]] = {}
-        """Of each stream the parameters that engines of their class have no part for, and that class."""
+        """The parameters of each stream that engines of this class have no part for, and the class."""
         self.kept: tuple[str, ...] = ()
         """Parameters that the stream which was checked last leaves as the engines have them."""
         self.at: dict[int, list[str]] = {}
-        """Of each replica that was asked last, the `ExportedMemory.digest` of every worker."""
+        """The `ExportedMemory.digest` of every worker, for each replica that was asked last."""
 
     def known(self, weights: MergedWeights) -> list[str]:
         """Return the digest of the stream as it fitted last, if it ever did."""

@@ -64,7 +64,7 @@ def evaluate(
     Args:
         stream: what is sent, by name.
         found: for each engine what its workers found in it.
-        ties, adapted: as of `evaluate_engine`.
+        ties, adapted: see `evaluate_engine`.
     """
     elements = {name: prod(meta.shape) for name, meta in stream.items()}
     problems: list[str] = []
@@ -136,7 +136,7 @@ def evaluate_engine(found: Found, ties: Mapping[str, str], adapted: Container[st
         problems.insert(0, _sizes(other))
     if another:
         problems.insert(0, _class(unknown, serves))
-    if not told:  # what nothing would fill otherwise is what is of another size, or has another name
+    if not told:  # else parameters are missing whose tensors were refused for their size or name
         missing = dict.fromkeys(what for worker in found for what in worker.missing)
         problems += _some([f"nothing would fill {what}" for what in missing])
     problems += _some([f"{name} is surplus: the engine has no place for it" for name in sorted(ignored - absent)])
@@ -179,7 +179,7 @@ def _plainly(name: str, why: str, adapted: Container[str], serves: str) -> str:
 
 
 def _left(found: Found, sizes: Mapping[str, int]) -> list[str]:
-    """List tensors of which workers together do not take all: vLLM cuts a part out of a tensor that is too large, and
+    """List tensors that workers together do not take whole: vLLM cuts a part out of a tensor that is too large, and
     does not say so.
 
     Args:

@@ -57,7 +57,7 @@ class AdapterNegotiator:
         """Raise `PushRefused` if some engine serves no adapters, or not in this way.
 
         Args:
-            keep: as of `Planner`.
+            keep: see `Planner`.
         """
         for replica in replicas:
             self._check(replica, keep)
@@ -133,7 +133,7 @@ class UpdateNegotiator:
 
     Args:
         weights: the stream of the model.
-        trains: as of `UpdateBuilder`.
+        trains: see `UpdateBuilder`.
     """
 
     def __init__(self, trainer: Trainer, weights: MergedWeights, *, trains: bool = True) -> None:
@@ -153,7 +153,7 @@ class UpdateNegotiator:
         """Return the update; note in the workers of `replicas` whether they are ready for it.
 
         Args:
-            weights, base, recipients: as of `UpdateBuilder`.
+            weights, base, recipients: see `UpdateBuilder`.
 
         Raises:
             PushRefused: some engine cannot merge it, or only the trainer can; says why.

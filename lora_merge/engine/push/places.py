@@ -81,7 +81,7 @@ def places(model: nn.Module, writer: BucketWriter, targets: DirectTargets, apart
 
 
 def _place(tensor: Tensor, entries: Sequence[Entry], targets: DirectTargets) -> tuple[Tensor | None, str]:
-    """Return where the engine keeps a parameter, and else None and why it does not keep it so."""
+    """Return where the engine keeps a parameter; or None, and why it does not keep it as the trainer has it."""
     if not entries or any(entry.window is None or len(entry.sources) > 1 for entry in entries):
         return None, "converted on its way"
     pieces = list[tuple[Box, Tensor]]()
@@ -100,7 +100,8 @@ def _place(tensor: Tensor, entries: Sequence[Entry], targets: DirectTargets) -> 
 
 
 def _view(entry: Entry, dtype: torch.dtype, targets: DirectTargets) -> tuple[Tensor | None, str]:
-    """Return where the engine keeps a tensor of the stream, or None and why it does not keep it so."""
+    """Return where the engine keeps a tensor of the stream; or None, and why it does not keep it as the trainer has
+    it."""
     name = entry.meta.name
     found = targets.views.get(name, ())
     if name in targets.scaled or not found:
@@ -114,7 +115,7 @@ def _view(entry: Entry, dtype: torch.dtype, targets: DirectTargets) -> tuple[Ten
 
 
 def joined(shape: Sequence[int], pieces: Sequence[tuple[Box, Tensor]]) -> Tensor | None:
-    """Return a tensor of which all pieces are boxes, where they lie; None if there is none.
+    """Return the tensor that these pieces are boxes of, where they lie; None if there is none.
 
     Args:
         shape: of the tensor.
@@ -126,7 +127,7 @@ def joined(shape: Sequence[int], pieces: Sequence[tuple[Box, Tensor]]) -> Tensor
         return None
     storage, dtype, step = first.untyped_storage(), first.dtype, first.element_size()
     strides = [first.stride(dim) if size > 1 else 0 for dim, size in enumerate(box[1])]
-    # What one piece does not say of a dimension, the way from it to the next piece does.
+    # A dimension that one piece does not show is shown by the way from it to the next piece.
     for dim in (d for d, size in enumerate(box[1]) if size < shape[d] and size == 1):
         after = next((view for (start, _), view in pieces if start[dim] and sum(map(bool, start)) == 1), None)
         if after is None:

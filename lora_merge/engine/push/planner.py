@@ -36,7 +36,7 @@ class Transfer:
     Args:
         state: what the replicas hold after it.
         route: how its buckets reach engines in other processes.
-        changed: as of `Terms`.
+        changed: see `Terms`.
     """
 
     state: State

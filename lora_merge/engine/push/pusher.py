@@ -1,5 +1,5 @@
-"""A push, from top to bottom: `Pusher._locked_push` has the steps, of which each says which messages it sends, what
-workers do at them, and what a failure leaves."""
+"""A push, from top to bottom. `Pusher._locked_push` has the steps; each says which messages it sends, what workers do
+then, and what a failure leaves."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Pusher:
         pause, cache: what becomes of requests in flight, and of their KV cache.
         mode: of the first push, unless it says another.
         healing: of dirty engines, in words.
-        computing: how the trainer's model computes, as of `computing` in configs.py.
-        lost: what a push does about engines that cannot be reached; as of `VllmSync`.
+        computing: how the trainer's model computes, see `computing` in configs.py.
+        lost: what a push does about engines that cannot be reached; see `VllmSync`.
 
     Attributes:
         sharing: what the trainer and an engine of its process hold once; None where they share nothing.
@@ -148,8 +148,8 @@ class Pusher:
         return not any(errors)
 
     async def _push_to_those_left(self, mode: str, verify: bool) -> SyncReport:
-        """Push. Where lost engines are left out, and the push broke off because it lost some, push to the others anew:
-        they all hold the same then, whatever the first attempt left in them."""
+        """Push. If lost engines are left out, and the push broke off because it lost some, push to the others anew.
+        Then all of them hold the same, whatever the first attempt left in them."""
         for _ in range(ATTEMPTS - 1):
             try:
                 return await self._locked_push(mode, verify)
@@ -287,7 +287,7 @@ class Pusher:
 
         Args:
             known: `streams` and `updates` of `_introduce`.
-            work: as of `hello`.
+            work: see `hello`.
         """
         replicas = await self._introduce(*known, work)
         for replica in replicas:
@@ -305,11 +305,11 @@ class Pusher:
     async def _introduce(
         self, streams: Sequence[str] = (), updates: Sequence[str] = (), work: Callable[[], None] | None = None
     ) -> list[Replica]:
-        """Collect what every engine of every rank says about itself, and claim the engines for this push.
+        """Collect what every engine of every rank says about itself, and take the lease of each for this push.
 
         Args:
             streams, updates: digests of tables, and of updates, that engines say at once what they know of.
-            work: as of `hello`.
+            work: see `hello`.
         """
         claim, lost = lease_of(self._trainer.name, self._sequence.push), dict[int, str]()
         skipped = None if self._lost == "refuse" else lost

@@ -165,8 +165,8 @@ class TrainerRanks:
         """Ask the workers of every replica whose handle is here, side by side.
 
         Args:
-            in_full: makes further arguments, with which engines are asked again of which a worker answers "unknown":
-                what a digest in the message stands for.
+            in_full: makes further arguments, what a digest in the message stands for. Engines that have a worker which
+                answers "unknown" are asked again with them.
 
         Returns:
             the answers of the workers, by index of the replica.
@@ -188,7 +188,7 @@ class TrainerRanks:
     async def ask(
         self, replicas: Sequence[Replica], op: str, in_full: Callable[[], Mapping[str, Any]] = dict, **message: Any
     ) -> dict[int, list[dict[str, Any]]]:
-        """Ask the workers of all replicas, and return the answers on every rank, as of `ask_own`; an error is one on
+        """Ask the workers of all replicas, and return the answers on every rank, as `ask_own` does; an error is one on
         every rank."""
         answers = await self.everywhere(self.ask_own(replicas, op, in_full, **message))
         return {index: found for some in answers for index, found in some.items()}

@@ -43,8 +43,8 @@ class SyncReport:
             directly.
         left_out: names that were not sent because every engine was started without that part of the model
             (`limit_mm_per_prompt` of 0: no vision tower).
-        kept: parameters of engines that stay as they are, as the model is the language model of theirs alone (a class
-            without its towers).
+        kept: parameters of engines that stay as they are, because the trainer's model is only the language model of
+            theirs (a class without its towers).
         coverage: share of the elements of the engines' parameters and persistent buffers that the last full push wrote,
             in the worker with the least; 1.0 is all. None where the weights came from something else than a push.
         reloaded: number of layers that went through the engine's own loading because it changes their layout
@@ -152,7 +152,7 @@ class Replica:
         resumed: whether it holds what was pushed and generates with it: nothing remains to be done.
         resume_error: why it could not resume, though it holds what was pushed.
         coverage: the share of its elements that the last full push wrote, in the worker with the least.
-        reloaded: as of `SyncReport`.
+        reloaded: see `SyncReport`.
     """
 
     index: int
@@ -325,7 +325,7 @@ def fail_together(replicas: Sequence[Replica]) -> None:
 SILENT = tuple(
     f"{kind}: " for kind in ("EngineDeadError", "EngineGone", "NotReached", "ActorDiedError", "ActorUnavailableError")
 )
-"""How the errors begin (`error_text`) of engines that have died or do not answer."""
+"""How the errors (`error_text`) of engines begin that have died or do not answer."""
 
 
 def failure(

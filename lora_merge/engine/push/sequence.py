@@ -1,8 +1,8 @@
 """What a push asks of one engine, from its pause to its resume, in as few messages as may be.
 
 A message to an engine in another process takes a millisecond. So calls that nobody waits for are kept in
-`Replica.queued_calls` until the next message: a pause that keeps requests goes with the first work, and the resume goes
-with the last call where nothing can be against it any more.
+    `Replica.queued_calls` until the next message: a pause that keeps requests goes with the first work, and the resume
+    goes with the last call if no check can refuse it any more.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class EngineSequence:
 
     Args:
         owner: name of the trainer.
-        pause, cache: what becomes of requests in flight, and of their KV cache; as of `VllmSync`.
+        pause, cache: what becomes of requests in flight, and of their KV cache; see `VllmSync`.
     """
 
     def __init__(self, owner: str, pause: Pause, cache: Cache = "reset") -> None:
@@ -60,8 +60,8 @@ class EngineSequence:
         await control.rpc(*call.arguments, **call.options)
 
     def make_call(self, op: str, **message: Any) -> Call:
-        """Return the call of an operation in all workers of an engine. They refuse it if another push has claimed the
-        engine, and, but for those of `_ANY_TIME`, if the engine has generated since the first of them."""
+        """Return the call of an operation in all workers of an engine. They refuse it if another push has the lease,
+        and, but for those of `_ANY_TIME`, if the engine has generated since the first of them."""
         still = {} if op in _ANY_TIME else {"still": True}
         return Call("rpc", (op,), {"trainer": self._owner, "push": self.push, **still, **message})
 
@@ -244,7 +244,7 @@ class EngineSequence:
         state, as the trainer has written all.
 
         Args:
-            name, ends: as of `settle`.
+            name, ends: see `settle`.
             resets: whether caches of the old weights have to be reset yet, as the update was staged.
         """
         before = self._resets(replica) if resets and name else []
@@ -327,7 +327,7 @@ class EngineSequence:
                 calls.append(Call("resume"))
                 # A pause that timed out may take effect yet: the next push then knows that it is none of the user's.
                 notes["paused"] = bool(replica.error)
-        claimed = [self.make_call("renew_lease")] if calls else []  # they ask for no claim by themselves
+        claimed = [self.make_call("renew_lease")] if calls else []  # these look at no lease by themselves
         await self.make(replica, [*claimed, *calls, self._end(**notes)])
 
     async def _stop(self, replica: Replica) -> None:

@@ -107,7 +107,7 @@ class Sharing:
             raise
         self._held = [held._replace(data=None) for held in self._held]
         self.shared = self._whole = sum(place.view.nbytes for place in found)
-        # Of an engine that is dirty already it says nothing new.
+        # An engine that is dirty already hears nothing new by this.
         self._loan, self._returns = lent.loan, not replaced and not self.apart
         self.training.before_write = partial(lent.loan.overwritten, IN_TRAINING)
 
@@ -280,7 +280,7 @@ def _bring(model: nn.Module, found: Sequence[Place]) -> None:
             nn.init.normal_(parameter)
         for half in container.children():
             half.reset_parameters()
-        # The second half is not there to be made when the first one is.
+        # Only when both halves are made can PEFT give them their values.
         if not any(p.is_meta for half in _halves(layer) for p in half.parameters()):
             for name in {name for half in _halves(layer) for name in half.keys()}:  # noqa: SIM118
                 layer.reset_lora_parameters(name, _init_of(model, name))
@@ -298,7 +298,7 @@ def _halves(layer: Any) -> list[Any]:
 
 
 def _made_anew(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield the layers with adapters that are on meta, and the halves of these that are, wholly."""
+    """Yield the layers that have adapters on meta, with those of their halves that are wholly on meta."""
     for _, layer in layers_of(model):
         for half in _halves(layer):
             if all(p.is_meta for p in half.parameters()):

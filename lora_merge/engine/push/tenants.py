@@ -22,7 +22,7 @@ from .planner import PushPlanner, Transfer
 from .replica import Replica, SyncReport
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Those that vLLM takes as `max_lora_rank`."""
+"""The ranks that vLLM takes as `max_lora_rank`."""
 _ALONE = "; or push it alone, without tenants"
 
 
@@ -33,7 +33,7 @@ class TenantPlanner(PushPlanner):
     come: those before were relative to other weights.
 
     Args:
-        weights, base, merge: as of `PushPlanner`.
+        weights, base, merge: see `PushPlanner`.
         tenants: which, and which of them is merged.
     """
 
@@ -125,7 +125,7 @@ class TenantNegotiator:
         served = self._made, limit, [worker.name for replica in replicas for worker in replica.workers]
         if self._served != served:
             check_ranks(order, sources, limit)
-            # Modules of the merged one count: the others take its product off.
+            # The modules of the merged tenant count as well: the others take its product off.
             whose: dict[str, str] = {}
             for name, source in zip(order, sources, strict=True):
                 for module in source.modules:

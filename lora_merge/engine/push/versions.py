@@ -1,7 +1,7 @@
 """Pushes of an adapter as a new version beside those before it (`keep`): nothing is paused, and no cache is reset.
 
 1. Every worker of every engine receives the version, while the engine generates. One that fails leaves nothing.
-2. Every engine adds it: its workers, then the door of its core (vllm/kept_requests.py), then its API server. If one
+2. Every engine adds it: its workers, then its core (vllm/kept_requests.py), then its API server. If one
    fails, the others take it back, and all answer with the version before.
 3. Requests that are made from now on get it (`lora_request`). Those in flight have the version that they began with.
 4. Versions beyond the last `keep` leave: at once where no request has them, else when a later push finds that.

@@ -15,7 +15,7 @@ def warn_of_differences(replicas: Sequence[Replica], ours: Mapping[str, Any], wa
     """Warn of engines whose configuration computes otherwise than the trainer's.
 
     Args:
-        ours: the trainer's settings, as of `computing` in configs.py.
+        ours: the trainer's settings, see `computing` in configs.py.
         warned: what was warned of before; gets the rest.
 
     Returns:

@@ -28,6 +28,10 @@ class SglangControl(Control):
 
     name = "SGLang"
     plugins = "SGLANG_PLUGINS"
+    folders = (
+        f"{Control.folders}: serve it by SGLang's load_lora_adapter, or push from a trainer with "
+        'SglangSync(model, engine, merge="engine")'
+    )
 
     async def _ask(self, request: str) -> Sequence[str]:
         message = await self._checked(internals.PREFIX + request)

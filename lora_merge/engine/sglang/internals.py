@@ -23,7 +23,7 @@ HOOKED = f"{_MANAGER}.check_weights"
 RELEASE_MEMORY = f"{_MANAGER}.release_memory_occupation"
 """A scheduler's method that unmaps what its memory saver has made."""
 _PLUGIN = (REGISTRY, HOOKED, RELEASE_MEMORY)
-"""By path, as all names that follow: what the plugin takes, and hooks."""
+"""What the plugin takes and hooks, by path, as all names that follow."""
 _STRUCTURES = "sglang.srt.managers.io_struct."
 _OF_CALLERS = tuple(
     _STRUCTURES + name for name in ("CheckWeightsReqInput", "ContinueGenerationReqInput", "PauseGenerationReqInput")

@@ -27,7 +27,7 @@ from .unfit import unfit
 
 _log = logging.getLogger(__name__)
 OPERATIONS = Operations(commands.OPERATIONS)
-"""Those of an SGLang scheduler."""
+"""The operations of an SGLang scheduler."""
 _WEIGHTS = "weights"
 """The tag under which SGLang's memory saver knows the weights."""
 _SEES = "it serves a multimodal model, beside which SGLang's LoRA layers have not been tried"

@@ -49,7 +49,7 @@ class Received:
     """A bucket on the worker's side.
 
     Args:
-        data: uint8; None if it was placed and nobody asked for the bucket, too.
+        data: uint8; None if the trainer has placed it and nobody asked for the bucket as well.
         placed: whether it lies in the engine's tensors already.
     """
 
@@ -106,8 +106,8 @@ class TrainerEnd:
 
     @staticmethod
     def group(place: WorkerId, peers: Mapping[WorkerId, str]) -> set[WorkerId]:
-        """Return the workers that take part together in what all of them take; a bucket that only some take comes
-        `apart`."""
+        """Return the workers that form one group, which takes together what all of them take. A bucket that only some
+        take comes `apart`."""
         return set()
 
     # Channels
@@ -139,7 +139,7 @@ class TrainerEnd:
         """Wait until nobody reads the buckets up to this one, or until nobody is to be waited for (`stopped`)."""
 
     def finish(self, count: int, gone: Gone, stopped: Callable[[], bool]) -> None:
-        """Wait, after `count` buckets, for what no control call waits for."""
+        """After `count` buckets, wait for work that no control call waits for."""
 
     def rest(self) -> None:
         """End a transfer, whatever its outcome."""

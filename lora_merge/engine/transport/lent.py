@@ -59,4 +59,4 @@ class Lent(NamedTuple):
 
 
 LENT: dict[str, Lent] = {}
-"""Of this process, by the worker's name; whoever takes it takes it out."""
+"""What the workers of this process lend, by the worker's name. Whoever takes an entry removes it."""

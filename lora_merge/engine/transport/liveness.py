@@ -14,8 +14,8 @@ SHARED = Path("/dev/shm")
 CHECK_S = 0.02
 """Seconds between two checks whether the other side is still there."""
 SPIN_S = 2e-3
-"""Seconds without sleep: longer than a hand-over between processes of one GPU takes, of which the shortest sleep (its
-timer is 50 us late) would be a tenth."""
+"""Seconds of waiting without sleep: longer than a hand-over between processes of one GPU takes. The shortest sleep,
+whose timer is 50 us late, would be a tenth of that."""
 
 
 class TransferAborted(RuntimeError):

@@ -19,7 +19,7 @@ class Offering(Protocol):
 
 
 SENDERS: weakref.WeakValueDictionary[str, Offering] = weakref.WeakValueDictionary()
-"""Of this process, by session."""
+"""The senders of this process, by session."""
 
 
 class LocalSender(TrainerEnd):

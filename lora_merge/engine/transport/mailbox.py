@@ -1,9 +1,9 @@
 """Two buffers in memory that the worker's process maps: `shm`, in POSIX shared memory, for CPUs of one host; `ipc`, a
 cudaMalloc of its own, for processes that share a GPU.
 
-Who may touch which buffer is settled in a mailbox, a small piece of shared memory: the trainer counts buckets filled,
-each worker counts buckets done with. Processes of one GPU take turns at it, and half as many buckets of twice the size
-took 0.4 ms less for each one saved (H200): there both buffers change hands together.
+A mailbox, a small piece of shared memory, says who may touch which buffer: the trainer counts the buckets that it has
+    filled, each worker those that it is done with. Processes of one GPU take turns on it, so there both buffers change
+    hands together: half as many buckets of twice the size took 0.4 ms less for each one saved (H200).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ _UINT8 = 1
 
 
 class UniqueId(ctypes.Structure):
-    """What the members of a communicator know it by."""
+    """The id that the members of one communicator share."""
 
     _fields_ = [("internal", ctypes.c_byte * 128)]
 
@@ -42,7 +42,7 @@ class Library:
         self._library.ncclCommAbort.argtypes = [communicator]
 
     def unique_id(self) -> bytes:
-        """Return that of a new communicator."""
+        """Return the id of a new communicator."""
         made = UniqueId()
         self._check(self._library.ncclGetUniqueId(ctypes.byref(made)), "ncclGetUniqueId")
         return bytes(made)

@@ -31,8 +31,8 @@ Found: TypeAlias = Mapping[str, Any]
 
 
 class Memory:
-    """Identity of the allocations that storages lie in: another one if other memory lies at the same addresses later.
-    Keeps none of them alive."""
+    """Identity of the allocations that storages lie in. It differs if other memory lies at the same addresses later,
+    and keeps no allocation alive."""
 
     def __init__(self, storages: Iterable[torch.UntypedStorage]) -> None:
         storages = list(storages)
@@ -68,7 +68,7 @@ class ExportedMemory:
     Args:
         targets: of an engine, boxes of tensors of a stream; of a trainer, boxes of parameters, by the name of the
             tensor of the stream that they go to.
-        blocked: names of tensors of the stream of which the engine takes a part another way.
+        blocked: names of tensors of the stream that the engine takes partly in another way.
         whose: "the engine's" or "the trainer's", for messages.
 
     Attributes:

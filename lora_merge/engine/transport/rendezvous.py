@@ -126,7 +126,7 @@ def interface(hosts: Sequence[str]) -> str:
             return given
     for family, anybody in ((socket.AF_INET, "8.8.8.8"), (socket.AF_INET6, "2001:4860:4860::8888")):
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asked:
-            asked.connect((anybody, 80))  # nothing is sent: which interface it would be
+            asked.connect((anybody, 80))  # this sends nothing, it chooses the interface
             return str(asked.getsockname()[0])
     raise InvalidInput(
         "some of the engine's workers are on other hosts, and this machine has no address that they could reach: set "

@@ -58,8 +58,9 @@ TRANSPORTS = {
     "ipc": Transport(IpcSender, MailboxReceiver),
     "write": Transport(WriteSender, WorkerEnd),
 }
-"""All that have ends, by name. `assign` takes the first one that reaches a worker, and a bucket is handed over in this
-order: first to those that only enqueue it. (A pull needs no end: the worker has mapped what it reads.)"""
+"""All that have ends, by name. `assign` takes the first one that reaches a worker: of those that share memory with it,
+else of the others. A bucket is handed over in this order: first to those that only enqueue it. (A pull needs no end, as
+the worker has mapped what it reads.)"""
 
 
 def worker_end(channel: Mapping[str, Any], device: torch.device) -> WorkerEnd:

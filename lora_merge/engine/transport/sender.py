@@ -161,7 +161,7 @@ class Sender:
         """Yield the buckets on offer: to be read on the current stream until the next one is asked for.
 
         Args:
-            targets: of the worker's tensors; buckets of which all lie there are merged to there.
+            targets: of the worker's tensors; buckets whose tensors all lie there are merged to there.
             compare: make these as buckets, too.
         """
         if self._offered is None or self._source is None:
@@ -201,7 +201,8 @@ class Sender:
         ends, stopped = self.ends.values(), lambda: self._stopped
         route, count = self._route or Route.of_buckets(source), len(source.table)
         turns = {index: turn for turn, index in enumerate(route.by(self.kinds.keys()))}
-        # A bucket that nobody takes from here is filled for the other ranks, where the next one that is taken goes.
+        # A bucket that nobody takes from here is filled for the other ranks, in the buffer of the next one that is
+        # taken.
         at = dict(zip(range(count), accumulate((index in turns for index in range(count)), initial=0), strict=False))
         others = {index for index in route.sent if index not in turns and source.collective and not source.alone(index)}
 

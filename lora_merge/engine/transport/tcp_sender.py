@@ -29,7 +29,7 @@ from .rendezvous import listen
 from .tcp_link import GREETING_S, Frame, Kind, TcpLink, digest, secret_of, welcome
 
 STRANGERS = 64
-"""Connections that have not greeted yet; the oldest is closed if there are more."""
+"""Most connections that may be open before they greet; the oldest is closed if there are more."""
 
 
 class _Filled(NamedTuple):
@@ -78,7 +78,7 @@ class TcpSender(TrainerEnd):
         first: dict[tuple[int, str], WorkerId] = {}
         leaders = {place: first.setdefault((place[0], host), place) for place, host in hosts.items()}
         self._members = {place: _Member(leader) for place, leader in leaders.items()}
-        # Everybody on a host can list them, so that nothing of a secret is in them.
+        # Everybody on a host can list these names, so they hold nothing of a secret.
         self._shared = {leader: f"tcp-{secrets.token_hex(10)}" for leader in leaders.values()}
         self._changed = threading.Condition()
         self._number, self._aborted, self._closed = 0, False, False
@@ -290,7 +290,7 @@ class TcpSender(TrainerEnd):
 
 
 def _at_once() -> None:
-    """Return: nothing has to be waited for."""
+    """Do nothing: there is nothing to wait for."""
 
 
 def _hang_up(connection: socket.socket) -> None:

@@ -1,1 +1,2 @@
-"""vLLM: what runs in its workers (plugin, worker, loader, capture) and what calls its API (control, adapter)."""
+"""vLLM: what runs in its workers (`worker.py`, `loading/`) and in its engine core (`core.py`), and what calls its API
+(`sync.py`, `control.py`)."""

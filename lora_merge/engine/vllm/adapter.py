@@ -13,7 +13,7 @@ from .loading.parts import language_model
 ADAPTER_ID = 2_020_202_020
 """The one id of the adapter, in loading and in every request."""
 _TOWERS = "enable_tower_connector_lora"
-"""vLLM's setting."""
+"""The setting by which vLLM gives towers and connectors LoRA layers."""
 
 
 def unserved_modules(manager: Any, modules: Sequence[str]) -> list[str]:

@@ -15,9 +15,9 @@ from ..worker.session import IncomingPush, WorkerSession
 from .loading.checkpoint import Checkpoint, Kept, load_again
 
 OPERATIONS = Operations(commands.OPERATIONS)
-"""Those of a vLLM worker."""
+"""The operations of a vLLM worker, but for those of kept_adapters.py."""
 _KEPT: WeakKeyDictionary[Merger, Kept] = WeakKeyDictionary()
-"""The files from which what a merger keeps is mapped."""
+"""The files from which the tensors that a merger keeps are mapped."""
 
 
 @OPERATIONS.register
@@ -55,10 +55,10 @@ def compare_checkpoint(worker: Any, session: WorkerSession, samples: dict[str, d
     """Compare samples of a base with the engine's own checkpoint.
 
     Args:
-        samples: as of `samples_of`.
+        samples: see `samples_of`.
 
     Returns:
-        `differs`: in words, the first tensor of which the checkpoint holds something else; "" where it holds the same.
+        `differs`: in words, the first tensor that is another one in the checkpoint; "" where all are the same.
     """
     known = session.modules.kept(_compared)
     key = repr(sorted(samples.items()))
@@ -105,7 +105,7 @@ def unload(worker: Any, session: WorkerSession) -> None:
 
 @OPERATIONS.register
 def merge(worker: Any, session: WorkerSession, **message: Any) -> dict[str, Any]:
-    """Merge as `commands.merge`, after a check of the files from which what is kept for it is mapped."""
+    """Check the files from which kept tensors are mapped, then merge as `commands.merge` does."""
     _check_kept(session.merger)
     return commands.merge(worker, session, **message)
 

@@ -16,7 +16,7 @@ from ..control.base import Call, Control, Unheard, judges
 from ..control.calls import EngineGone, watched, while_alive
 from ..control.http import Answered, NoRoute, Server
 from ..control.one_server import OneServer
-from .kept_requests import shut
+from .kept_requests import core_inside, put_door
 from .names import (
     ADAPTERS,
     BACKEND,
@@ -69,6 +69,7 @@ class LlmControl(Control):
     name = "vLLM"
     plugins = "VLLM_PLUGINS"
     versions = ""
+    folders = ""
     _of_core = _SYNCHRONOUS
     _utility = "call_utility"
     """The method of its engine's client that calls one of the core."""
@@ -155,14 +156,14 @@ class LlmControl(Control):
         await self._call("reset_encoder_cache")
 
     async def holders(self) -> str:
-        core = getattr(getattr(self.engine, "engine_core", None), "engine_core", None)
-        if hasattr(core, HOLDERS):  # in this process
+        core = core_inside(self.engine)
+        if hasattr(core, HOLDERS):
             return str(getattr(core, HOLDERS)())
         return str(await self._core(HOLDERS)) if self._reaches_core() else await self._tried()
 
     async def check_versions(self) -> None:
-        core = getattr(getattr(self.engine, "engine_core", None), "engine_core", None)
-        if core is not None and not hasattr(getattr(self.engine, "input_processor", None), "_validate_lora"):
+        processor = getattr(self.engine, "input_processor", None)
+        if core_inside(self.engine) is not None and not hasattr(processor, "_validate_lora"):
             raise PushRefused(
                 "this vLLM has no place (InputProcessor._validate_lora) where requests for versions that are gone can "
                 "be refused: start the engine in a process of its own (VLLM_ENABLE_V1_MULTIPROCESSING=1), or push "
@@ -171,12 +172,12 @@ class LlmControl(Control):
 
     async def allow_adapters(self, paths: Sequence[str], end: bool, coming: Sequence[str] = ()) -> list[str]:
         answers = await self._collective(ADAPTERS, _allowing(paths, end, coming))
-        shut(self.engine, [*paths, *coming])
+        self._allow(paths, end, coming)
         return _in_use(answers[0])
 
     async def end_tenants_requests(self, merged: bool, ids: Sequence[int], served: Sequence[int]) -> None:
         await self._collective(TENANTS, merged, ids, served)
-        shut(self.engine, tenants=served)
+        put_door(self.engine, tenants=served)
 
     async def _tried(self) -> str:
         """Implement `holders` where the core cannot be asked: there are some if a reset of its blocks fails now."""
@@ -201,7 +202,7 @@ class LlmControl(Control):
                 asked.append([*self._of_core[call.method](*call.arguments), call.wanted, unless])
                 readers.append(_in_use if call.method == "allow_adapters" else lambda found: found)
             if call.method == "allow_adapters" and call.arguments[2:]:
-                self._shut(call)  # the core, which hears it before the pause, lets nothing in too early
+                self._allow(*call.arguments)  # before the pause: the core lets nothing in too early
         try:
             answer = json.loads(await self._in_core(asked))
         except EngineGone:
@@ -212,16 +213,15 @@ class LlmControl(Control):
         for call, found, read in zip(calls, answer["returned"], readers, strict=False):  # fewer where one ended it
             returned.append(None if found is None else read(found))
             if call.method == "allow_adapters":
-                self._shut(call)
+                self._allow(*call.arguments)
             elif call.method == "end_tenants_requests":
-                shut(self.engine, tenants=call.arguments[2])
+                put_door(self.engine, tenants=call.arguments[2])
         if answer["failed"]:
             raise RuntimeError(f"a call to the engine failed: {answer['failed']}")
         return returned
 
-    def _shut(self, call: Call) -> None:
-        """Let the door in front of the core pass what an `allow_adapters` allows, and what it says is coming."""
-        shut(self.engine, [path for paths in call.arguments[::2] for path in paths])
+    def _allow(self, paths: Sequence[str], end: bool, coming: Sequence[str] = ()) -> None:
+        put_door(self.engine, allowed=paths, coming=coming)
 
     def _reaches_core(self) -> bool:
         """Return True if `lora_merge_calls` can be called in the engine's core, in another process."""

@@ -139,8 +139,8 @@ class _Calls:
 
     def _end(self, failed: str = "") -> None:
         if self._late and hasattr(self._core, "input_queue"):
-            # vLLM tells of what has ended when it has nothing to do, and then waits for a message, whatever the calls
-            # that were made meanwhile have brought: a resume lets requests go on that were kept.
+            # When vLLM has nothing to do, it tells of what has ended, and then waits for a message, also where these
+            # calls have brought it work: a resume lets requests go on that were kept.
             self._core.input_queue.put_nowait((internals.EngineCoreRequestType.WAKEUP, None))
         self.ended.set_result(json.dumps({"returned": self._returned, "failed": failed}))
 

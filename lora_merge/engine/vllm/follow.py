@@ -42,7 +42,7 @@ class Following:
     """What one `AsyncLLM` has to follow a store.
 
     Args:
-        engine: that.
+        engine: the `AsyncLLM`.
         url: of the store.
     """
 

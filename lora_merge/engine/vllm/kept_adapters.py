@@ -26,7 +26,7 @@ from . import adopt_checkpoint
 from .adapter import ADAPTER_ID, adapter_of
 
 OPERATIONS = Operations(adopt_checkpoint.OPERATIONS)
-"""Those of a vLLM worker."""
+"""The operations of a vLLM worker."""
 
 
 @dataclass
@@ -170,7 +170,7 @@ def keeper(manager: Any) -> KeptAdapters:
     """Return the adapters that a worker has in its own memory, from now on where it never had one.
 
     Args:
-        manager: as of `KeptAdapters`.
+        manager: see `KeptAdapters`.
     """
     kept = kept_adapters(manager)
     if kept is None:
@@ -188,8 +188,8 @@ def _receiver(
     """Return what receives a version, after a check that it fits what the engine holds."""
     brought, version, kept = State(**state), ReceivedVersion(rank), keeper(worker.raw.model_runner.lora_manager)
     _check_base(session, brought)
-    # Noted before any is added: the door may be told of a version that no worker has got after all, and by this the
-    # next push knows that there is a door.
+    # This is noted before any version is added: the core may be told of one that no worker gets after all, and by this
+    # the next push knows that the core goes by what it is told.
     kept.newest = max(kept.newest, brought.version)
 
     def keep(slots: Sequence[Slot], received: Received) -> None:
@@ -234,7 +234,7 @@ def add_version(worker: Any, session: WorkerSession, state: dict[str, Any], prel
     """Keep the version that was received beside those before it; it is the newest from now on.
 
     Args:
-        preload: as of `KeptAdapters.add`.
+        preload: see `KeptAdapters.add`.
     """
     brought, version = State(**state), session.update
     before = _check_base(session, brought)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from inspect import ismethod
 from typing import Any
-from weakref import ref
+from weakref import WeakMethod, ref
 
 from ..adapter_versions import CONSTANT_PATH, PREFIX
 from ..tenants import PATHS
@@ -19,12 +21,39 @@ from . import internals
 from .names import ADAPTERS, TENANTS
 from .stand_in import stands_in
 
-_ALLOWED = "_lora_merge_allowed"
-"""Attribute of an engine core that had adapters: the paths that requests may ask for."""
-_COMING = "_lora_merge_coming"
-"""Attribute of an engine core into which a push brings adapters: the paths of these."""
-_TENANTS = "_lora_merge_tenants"
-"""Attribute of an engine core that had tenants: the ids of those that are served."""
+_SERVED = "_lora_merge_served"
+"""Attribute of an engine core that had adapters of this package: what requests may ask for."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """Which of this package's adapters requests may ask for.
+
+    Args:
+        allowed: paths; None: all, where no push from this process has said which.
+        coming: paths that a push is about to bring. Requests that wait for it may ask for them.
+        tenants: ids.
+    """
+
+    allowed: frozenset[str] | None = frozenset()
+    coming: frozenset[str] = frozenset()
+    tenants: frozenset[int] = frozenset()
+
+    def check(self, lora: Any, waits: bool) -> None:
+        """Raise ValueError if what a request asks for, a `LoRARequest` or None, is an adapter that is not there."""
+        path = "" if lora is None else lora.lora_path
+        if path.startswith(PATHS):
+            there = lora.lora_int_id in self.tenants
+        else:
+            there = self.allowed is None or not path.startswith(PREFIX) or path in self.allowed
+            there = there or (waits and path in self.coming)
+        if not there:
+            raise ValueError(_refusal(lora))
+
+
+def _served(core: Any) -> Served:
+    served: Served = getattr(core, _SERVED, Served())
+    return served
 
 
 def lora_merge_adapters(core: Any, message: str) -> str:
@@ -41,8 +70,7 @@ def lora_merge_adapters(core: Any, message: str) -> str:
     """
     told = json.loads(message)
     allowed = frozenset(told["allowed"])
-    setattr(core, _ALLOWED, allowed)
-    setattr(core, _COMING, frozenset(told["coming"]))
+    setattr(core, _SERVED, replace(_served(core), allowed=allowed, coming=frozenset(told["coming"])))
     ours = {
         name: request.lora_request.lora_path
         for name, request in core.scheduler.requests.items()
@@ -60,10 +88,10 @@ def lora_merge_tenants(core: Any, merged: bool, ids: Sequence[int], served: Sequ
 
     Args:
         core: vLLM's `EngineCore`, which is paused.
-        merged, ids: as of `StaleRequests`.
+        merged, ids: see `StaleRequests`.
         served: ids.
     """
-    setattr(core, _TENANTS, frozenset(served))
+    setattr(core, _SERVED, replace(_served(core), tenants=frozenset(served)))
     end_requests_with(core, lambda lora: merged if lora == 0 else lora in ids)
 
 
@@ -89,7 +117,7 @@ def guard(core: Any) -> None:
     Args:
         core: vLLM's `EngineCore`, of 0.26, 0.32 or 0.33.
     """
-    if not hasattr(core.add_request, _ALLOWED):
+    if not hasattr(core.add_request, _SERVED):
         core.add_request = _guarded(core.add_request)
         functions: dict[str, Callable[..., Any]] = {ADAPTERS: lora_merge_adapters, TENANTS: lora_merge_tenants}
         core.collective_rpc = answering(core.collective_rpc, functions)
@@ -98,21 +126,23 @@ def guard(core: Any) -> None:
 def _guarded(add: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(add)
     def add_request(core: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _refuses(core, request.lora_request):
-            return add(core, request, *args, **kwargs)
-        if not hasattr(core, "_send_error_outputs_to_client"):  # in its owner's process, where a door is in front
-            raise ValueError(_refusal(request.lora_request))
-        core._send_error_outputs_to_client([request.request_id], request.client_index)
-        return None
+        try:
+            _check(core, request.lora_request)
+        except ValueError:
+            if not hasattr(core, "_send_error_outputs_to_client"):  # in its owner's process, where a `Door` is in front
+                raise
+            core._send_error_outputs_to_client([request.request_id], request.client_index)
+            return None
+        return add(core, request, *args, **kwargs)
 
-    setattr(add_request, _ALLOWED, True)
+    setattr(add_request, _SERVED, True)
     return add_request
 
 
-def _paused(core: Any) -> bool:
-    """Return True if new requests wait."""
+def _check(core: Any, lora: Any) -> None:
+    """Raise ValueError if a core does not serve what a new request asks for."""
     state = getattr(core.scheduler, "pause_state", None)
-    return state is not None and state.name != "UNPAUSED"
+    _served(core).check(lora, waits=state is not None and state.name != "UNPAUSED")
 
 
 def answering(call: Callable[..., Any], functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
@@ -132,90 +162,67 @@ def answering(call: Callable[..., Any], functions: Mapping[str, Callable[..., An
 
 
 class Door:
-    """An input processor's `_validate_lora` that refuses requests for adapters which are not there, and of tenants
-    which are not served, in the process that makes them: before anything of vLLM's has noted the request.
+    """An input processor's `_validate_lora`, which refuses requests for adapters that are not there in the process that
+    makes them: before anything of vLLM's has noted the request. If the core runs in this process, it asks the core,
+    else it goes by `served`: what pushes from this process have brought. It keeps neither core nor processor alive.
 
     Args:
-        check: vLLM's own, in whose place it stands.
+        engine: vLLM's `LLMEngine` or `AsyncLLM`.
     """
 
-    def __init__(self, check: Callable[[Any], None]) -> None:
-        self._check = check
-        self.allowed: frozenset[str] | None = None
-        self.tenants: frozenset[int] = frozenset()
+    def __init__(self, engine: Any) -> None:
+        core, check = core_inside(engine), engine.input_processor._validate_lora
+        self._check: Callable[[], Any] = WeakMethod(check) if ismethod(check) else lambda: check
+        self._core: Callable[[], Any] = ref(core) if core is not None else lambda: None
+        self.served = Served(allowed=None)
 
     def __call__(self, lora: Any) -> None:
-        if _lacks(lora, self.allowed, self.tenants):
-            raise ValueError(_refusal(lora))
-        self._check(lora)
+        core = self._core()
+        if core is None:
+            self.served.check(lora, waits=True)  # the core lets nothing in too early
+        else:
+            _check(core, lora)
+        self._check()(lora)
 
 
-def shut(engine: Any, allowed: Iterable[str] | None = None, *, tenants: Iterable[int] | None = None) -> None:
-    """Let the door of a handle's engine, where this process makes its requests, pass some adapters alone.
+def put_door(engine: Any, **served: Iterable[Any]) -> None:
+    """Put a `Door` in front of a handle's engine, where this process makes its requests, unless it has one.
 
     Args:
-        allowed: paths of adapters; None: as before.
-        tenants: ids of tenants; None: as before.
+        served: fields of the door's `Served` that change.
     """
     processor = getattr(engine, "input_processor", None)
     check = getattr(processor, "_validate_lora", None)
     if processor is None or check is None:
         return
     if not isinstance(check, Door):
-        check = processor._validate_lora = Door(check)
-    check.allowed = check.allowed if allowed is None else frozenset(allowed)
-    check.tenants = check.tenants if tenants is None else frozenset(tenants)
+        check = processor._validate_lora = Door(engine)
+    check.served = replace(check.served, **{name: frozenset(some) for name, some in served.items()})
+
+
+def core_inside(engine: Any) -> Any:
+    """Return the core of an engine where it runs in this process; else None."""
+    return getattr(getattr(engine, "engine_core", None), "engine_core", None)
 
 
 def guard_in_front(engine: Any) -> None:
-    """Let a class of engines whose owner steps them refuse, where their core runs in this process, what the core would:
-    vLLM notes a request before its core sees it, and would wait for the answer for ever. Harmless when called twice.
+    """Let a class of engines whose owner steps them have a `Door` from the start on, where their core runs in this
+    process: vLLM notes a request before its core sees it, and would wait for the answer for ever. Harmless when called
+    twice.
 
     Args:
         engine: vLLM's `LLMEngine`.
     """
-    if not hasattr(engine.__init__, _ALLOWED):
+    if not hasattr(engine.__init__, _SERVED):
         engine.__init__ = _guarded_in_front(engine.__init__)
-        setattr(engine.__init__, _ALLOWED, True)
+        setattr(engine.__init__, _SERVED, True)
 
 
 @stands_in
 def _guarded_in_front(make: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
     make(engine, *args, **kwargs)
-    core: Any = getattr(engine.engine_core, "engine_core", None)
-    processor: Any = getattr(engine, "input_processor", None)
-    inside = core is not None and hasattr(processor, "_validate_lora")
-    if inside and engine.vllm_config.lora_config is not None:
-        processor._validate_lora = _DoorOfCore(processor, core)
-
-
-class _DoorOfCore:
-    """An input processor's `_validate_lora` that asks the core, whoever pushes into it. It keeps neither alive."""
-
-    def __init__(self, processor: Any, core: Any) -> None:
-        self._processor: Callable[[], Any] = ref(processor)
-        self._core: Callable[[], Any] = ref(core)
-
-    def __call__(self, lora: Any) -> None:
-        processor = self._processor()
-        if _refuses(self._core(), lora):
-            raise ValueError(_refusal(lora))
-        type(processor)._validate_lora(processor, lora)
-
-
-def _refuses(core: Any, lora: Any) -> bool:
-    allowed: frozenset[str] = getattr(core, _ALLOWED, frozenset())
-    if _paused(core):
-        allowed |= getattr(core, _COMING, frozenset())
-    return _lacks(lora, allowed, getattr(core, _TENANTS, frozenset()))
-
-
-def _lacks(lora: Any, allowed: frozenset[str] | None, tenants: frozenset[int]) -> bool:
-    if lora is None:
-        return False
-    if lora.lora_path.startswith(PATHS):
-        return lora.lora_int_id not in tenants
-    return allowed is not None and lora.lora_path.startswith(PREFIX) and lora.lora_path not in allowed
+    if core_inside(engine) is not None and engine.vllm_config.lora_config is not None:
+        put_door(engine)
 
 
 def _refusal(lora: Any) -> str:

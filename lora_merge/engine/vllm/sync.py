@@ -168,7 +168,7 @@ class VllmSync(EngineSync):
             sync.version_of(output)  # 17
 
         Args:
-            answer: as of `adapter_versions.version_of`: vLLM's `RequestOutput`, or what its server has answered.
+            answer: see `adapter_versions.version_of`: vLLM's `RequestOutput`, or what its server has answered.
         """
         return version_of(answer)
 
@@ -261,7 +261,7 @@ def compiled_classes(model: nn.Module | Sequence[nn.Module]) -> list[str]:
         type(module).__name__
         for part in ([model] if isinstance(model, nn.Module) else model)
         for module in part.modules()
-        # Asked now, not once for a class: its bases are what changes.
+        # This is asked each time, not once for a class: its bases are what changes.
         if "do_not_compile" not in module.__dict__ and any(base.__name__ == _COMPILED for base in type(module).__mro__)
     }
     return sorted(found)

@@ -17,7 +17,7 @@ from .kept_adapters import OPERATIONS, keeper
 
 
 def limits(config: Any) -> dict[str, Any]:
-    """Return what adapters an engine serves, as of `LoraLimits`.
+    """Return what adapters an engine serves, in the form of `LoraLimits`.
 
     Args:
         config: vLLM's `LoRAConfig`.
@@ -40,7 +40,7 @@ def receive_tenants(
 
     Args:
         worker: a `VllmWorker`.
-        layouts, which: what is in the buckets, as of `TenantsSource`.
+        layouts, which: what is in the buckets, see `TenantsSource`.
         state: that the engine holds after it.
     """
     before, brought = session.state(), State(**state)
@@ -68,8 +68,8 @@ def load_tenant(manager: Any, name: str, own: dict[str, Tensor], merged: dict[st
     """Load a tenant relative to the merged one.
 
     Args:
-        place: of the tenant among those beside the merged one, from 1: as many as there are slots are put there now,
-            the others when their first request comes.
+        place: of the tenant among those beside the merged one, from 1. As many as there are slots get one now, the
+            others when their first request comes.
     """
     made = relative(own, merged)
     rank = max(rank_of({factor: tensor.shape for factor, tensor in made.items()}).values())

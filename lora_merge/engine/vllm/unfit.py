@@ -20,8 +20,8 @@ _WITHOUT_WEIGHTS = {"ngram", "ngram_gpu", "suffix"}
 _TOKENS = "classifier_from_token"
 """The setting of rerankers that vLLM makes of generating models as it loads them."""
 _BARRED = "flashinfer_moe_ep"
-"""Where vLLM has experts whose layout cannot be loaded again; it does not choose them for an engine that was started
-for weight transfer (0.32)."""
+"""The package of vLLM's with experts whose layout cannot be loaded again. vLLM does not choose them for an engine that
+was started for weight transfer (0.32)."""
 _SHARED_STORES = {"MooncakeStoreConnector"}
 """KV connectors whose blocks lie in a store that other engines fill, too: forgetting what one has put there is not
 enough."""

@@ -20,7 +20,7 @@ from .session import IncomingPush, WorkerSession
 from .staging import Staging
 
 OPERATIONS = Operations(queries.OPERATIONS)
-"""Those of every engine."""
+"""The operations of every engine."""
 
 
 @OPERATIONS.register
@@ -80,7 +80,7 @@ def receive(
         if verify:
             session.compare(report, slots, received.data, received.placed and targets is report.near)
 
-    # Of what is written to layers as they lie no base could be kept.
+    # No base could be kept of layers that are written as they lie.
     targets = report.near if session.incoming.merger is None else report.targets
     session.receive(table, load, verify, targets, sent, placed)
     session.leave_running()

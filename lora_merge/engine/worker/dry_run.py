@@ -162,7 +162,7 @@ class Capture(TorchDispatchMode):
         self.records.append(Record(fed[0], path, view.dtype, copy))
 
     def _loaded(self, things: Any) -> frozenset[str]:
-        """Return the names that were loaded into those of the engine's tensors that are among some things."""
+        """Return the names that were loaded into the engine's tensors among these objects."""
         read = {path for tensor in _tensors(things) if (path := self._owner(tensor)) is not None}
         return frozenset(record.name for record in self.records if record.path in read)
 
@@ -245,7 +245,8 @@ def feed(model: Any, capture: Capture, metas: list[tuple[str, Tensor]]) -> dict[
                 run([(name, tensor)])
             except Exception as error:
                 refused[name] = _why(capture, name, tensor, error)
-    # Where the way depends on values, the other one counts, too, and vLLM goes it for real when the values are there.
+    # If the way depends on values, the other way counts as well: vLLM takes it in a real load, when the values are
+    # there.
     capture.value = 1
     for name, tensor in metas:
         if name in capture.read and name not in refused:
@@ -283,8 +284,8 @@ def torn(capture: Capture, ties: dict[str, str]) -> dict[str, str]:
 
 
 def coverage(capture: Capture, ties: dict[str, str]) -> tuple[dict[str, str], tuple[int, int]]:
-    """Return engine tensors with elements that nothing writes, each in words by its path; and elements written,
-    elements there are."""
+    """Return engine tensors with elements that nothing writes, each in words by its path; and how many elements are
+    written, and how many there are."""
     missing, total, filled = dict[str, str](), 0, 0
     for path, tensor in capture.tensors.items():
         covered = _count(capture.written[path])

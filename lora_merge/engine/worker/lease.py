@@ -73,8 +73,8 @@ class Lease:
         self._heard = time.monotonic()
 
     def check_still(self, steps: int) -> None:
-        """Raise `Stepped` if the engine, which has made `steps` until now, has made some since the push first checked:
-        when it had just paused the engine."""
+        """Raise `Stepped` if the engine has generated since the push first checked, when it had just paused the engine.
+        `steps` says how many steps it has made until now."""
         if self._steps is None:
             self._steps = steps
         if steps != self._steps:

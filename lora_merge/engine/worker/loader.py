@@ -62,7 +62,7 @@ class DryRunReport:
 
     @property
     def blocked(self) -> set[str]:
-        """Names that are more here than boxes of parameters in the stream's dtype."""
+        """Names of tensors that become more here than boxes of parameters in the stream's dtype."""
         return self.staged.union(self.copies).difference(self.targets.views)
 
     @property
@@ -80,7 +80,7 @@ class DryRunReport:
 
     @cached_property
     def digest(self) -> str:
-        """Equal for two reports of which the trainer would get the same."""
+        """Equal for two reports if the trainer would get the same of both."""
         sent = json.dumps([asdict(self.answer), self.elements], sort_keys=True)
         return hashlib.blake2b(sent.encode(), digest_size=16).hexdigest()
 
@@ -273,7 +273,7 @@ class Loader:
         return [], list(missing.values())
 
     def _renames(self, table: Table, refused: Mapping[str, str]) -> Sequence[Sequence[str]]:
-        """Return `DryRunAnswer.renames` for a table of which tensors are refused."""
+        """Return `DryRunAnswer.renames` for a table some of whose tensors are refused."""
         return ()
 
     def _serves(self) -> str:
@@ -368,7 +368,7 @@ class Loader:
 
 
 def _partial(records: Sequence[Record], fed: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return how many elements are taken, of tensors of which others are left."""
+    """Return how many elements are taken of each tensor that is not taken whole."""
     boxes: dict[str, set[Box]] = {}
     for record in records:
         whole = ((0,) * fed[record.name].dim(), tuple(fed[record.name].shape))

@@ -88,7 +88,7 @@ class Merger:
         return spec.changed if self._before is None else spec.changed | self._before.changed
 
     def _layers_of(self, names: frozenset[str]) -> frozenset[str]:
-        """Return all names of which those layers are made that are laid out anew and have some of these names."""
+        """Return all names of the layers that are laid out anew and are made of some of these names."""
         return frozenset().union(*(some for _, some in self._report.layers if some & names))
 
     def merge(self, update: ReceivedUpdate) -> None:

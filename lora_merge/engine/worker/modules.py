@@ -17,7 +17,7 @@ from ..fingerprint import facts
 _T = TypeVar("_T")
 _MODULES, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
 _METHODS = "quant_method", "scheme"
-"""Where engines keep how a layer computes, which loading may replace; what `kept` finds may depend on it."""
+"""Attributes that say how a layer computes. Loading may replace them, and what `kept` finds may depend on them."""
 _WATCHED = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", *_METHODS), "nnnvtt"
 
 
@@ -61,7 +61,7 @@ class Modules:
 
     @contextmanager
     def others(self) -> Iterator[None]:
-        """Run a block in which modules are others; restore what was known, and doubt it, afterwards."""
+        """Run a block in which the model has other modules; afterwards restore what was known, and doubt it."""
         known = dict(vars(self))
         self.forget()
         try:

@@ -73,7 +73,8 @@ class PullTarget:
         self._read: dict[str, Tensor] = {}
         near = nearest(sources, here)
         self._far = near["device"] != here["device"]
-        """Factors are of another GPU, and copied to here for each merge: kernels read them again and again."""
+        """Whether the factors are on another GPU. They are then copied to here for each merge, as kernels read them
+        often."""
         try:
             for source in (source for source in sources if source["group"] == near["group"]):
                 views = {name: self._overlapping(name, found) for name, found in source["views"].items()}

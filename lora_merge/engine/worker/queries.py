@@ -32,7 +32,8 @@ def hello(
     streams: Sequence[str] = (),
     updates: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Say what this worker is, what it holds and what it can serve. With a claim, a push begins, which `end` ends.
+    """Say what this worker is, what it holds and what it can serve. With `claim` it takes the lease for a push, which
+    `end` ends.
 
     Args:
         claim: arguments of `Lease.take`; `busy` answers it.

@@ -31,7 +31,8 @@ class Staging:
 
     def __init__(self, device: torch.device, receive: Callable[[], Staged]) -> None:
         self._device, self._receive = device, receive
-        # Of the worker's own thread, which is another than this one's: vLLM gives it a stream that is not the default.
+        # The stream of the worker's own thread, not of this one: vLLM gives that thread another stream than the
+        # default.
         self._used = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._update: Staged | None = None
         self._error: BaseException | None = None

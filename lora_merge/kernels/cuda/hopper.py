@@ -63,8 +63,9 @@ class Hopper(Kernel[Tiles]):
     operator = operators.launch_hopper
     blocks = 1
     extra_box = 0
-    """Bytes of shared memory that a launch wants for each box of a tile."""
+    """Bytes of shared memory that a launch wants for each box of a tile: the epilogue's `kExtraBox`."""
     result_bytes = 2
+    """Bytes of an element of the result."""
     narrowest = 0
     """Columns of the least strip that a launch takes."""
     ahead = False

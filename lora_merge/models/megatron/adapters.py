@@ -1,4 +1,4 @@
-"""Adapters on megatron-core models. A style is a file's worth of: which layers, which factors, how to turn it off.
+"""Adapters on megatron-core models. A `Style` says how to read one library's layers, and how to turn them off.
 
 megatron-core has no LoRA of its own. Styles known here: Megatron-Bridge's `LoRA` and `CanonicalLoRA`, and the layers of
 mcore-bridge (ms-swift). `register` adds another.
@@ -6,15 +6,15 @@ mcore-bridge (ms-swift). `register` adds another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
 from ...errors import AlreadyMerged, UnsupportedAdapter
-from ...names import lineage, path_of, register_wrapper
+from ...names import lineage, path_of, register_wrapper, walk
 
 Layer: TypeAlias = Any
 """A layer of some library's, whose attributes differ from class to class."""
@@ -88,7 +88,8 @@ _plain: set[type] = set()
 """Classes of modules that are no adapter layers."""
 _ADAPTERS = {"megatron.bridge.peft.adapter_wrapper.AdapterWrapper", "peft.tuners.tuners_utils.BaseTunerLayer"}
 _UNWRAPPING = {"LinearAdapter", "TELinearAdapter", "PatchedLinearAdapter", "PatchedTELinearAdapter"}
-"""Classes of Megatron-Bridge that are the linear which they adapt; known by their dotted paths, below, or refused."""
+"""Classes of Megatron-Bridge that are themselves the linear which they adapt. Those whose dotted paths are registered
+below are read, and any other is refused."""
 
 
 def style_of(name: str, module: nn.Module) -> Style | None:
@@ -108,6 +109,36 @@ def style_of(name: str, module: nn.Module) -> Style | None:
             )
         _plain.add(cls)
     return None
+
+
+@contextmanager
+def adapters_off(chunks: Sequence[nn.Module] | nn.Module) -> Iterator[None]:
+    """Switch the adapters' forwards off for the time of a `with` block, when the base holds merged weights.
+
+        with lora_merge.megatron.adapters_off(chunks):
+            logits = chunks[0](tokens, positions, mask)
+
+    After the block they are as before. `merged` does this by itself.
+
+    Args:
+        chunks: as for `read`.
+
+    Raises:
+        UnsupportedAdapter: an adapter layer of a class that is not known; see `register`.
+    """
+    with layers_off(at for chunk in ([chunks] if isinstance(chunks, nn.Module) else chunks) for at in walk(chunk)):
+        yield
+
+
+@contextmanager
+def layers_off(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
+    """Make those of these modules that are adapter layers add nothing, for the time of a block."""
+    with ExitStack() as undo:
+        for name, module in modules:
+            style = style_of(name, module)
+            if style is not None:
+                undo.enter_context(style.off(module))
+        yield
 
 
 # ---- how parallel linears cut their weight ---------------------------------------------------------------------------

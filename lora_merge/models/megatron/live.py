@@ -24,10 +24,11 @@ from ..delta import Delta, Factors, Job, LazyList, in_place
 from ..guards import Replaced, guarded, refuse_copy
 from ..part import Part
 from ..snapshot import Indices, Layed, Owners, Snapshot, Taking, indices_in, layouts, note, owners, some
+from .adapters import layers_off
 from .conversion import MegatronConversion
 from .groups import Groups, ProcessGroups, groups_of, replica
 from .layers import text_of
-from .read import Chunks, MegatronModel, facts_of, is_megatron, layers_off, read
+from .read import Chunks, MegatronModel, facts_of, is_megatron, read
 
 __all__ = ["Megatron", "is_megatron"]
 _replicas: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()

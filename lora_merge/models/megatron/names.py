@@ -1,4 +1,4 @@
-"""From the parameters of a megatron-core model to the tensors of a HF checkpoint: names."""
+"""The names that parameters of a megatron-core model have in a HF checkpoint."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -190,36 +189,6 @@ def facts_of(
     for _, config in configs.values():
         facts += [str(getattr(config, name, None)) for name in _CONFIG]
     return facts, halves
-
-
-@contextmanager
-def adapters_off(chunks: Sequence[nn.Module] | nn.Module) -> Iterator[None]:
-    """Switch the adapters' forwards off for the time of a `with` block, when the base holds merged weights.
-
-        with lora_merge.megatron.adapters_off(chunks):
-            logits = chunks[0](tokens, positions, mask)
-
-    After the block they are as before. `merged` does this by itself.
-
-    Args:
-        chunks: as for `read`.
-
-    Raises:
-        UnsupportedAdapter: an adapter layer of a class that is not known; see `register`.
-    """
-    with layers_off(at for chunk in ([chunks] if isinstance(chunks, nn.Module) else chunks) for at in walk(chunk)):
-        yield
-
-
-@contextmanager
-def layers_off(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
-    """Make those of these modules that are adapter layers add nothing, for the time of a block."""
-    with ExitStack() as undo:
-        for name, module in modules:
-            style = style_of(name, module)
-            if style is not None:
-                undo.enter_context(style.off(module))
-        yield
 
 
 class _Weight(NamedTuple):
@@ -496,7 +465,7 @@ class _Reader:
             self._deltas.setdefault(hf_name, []).append(Factors(shared, lora_B, pair.scaling))
 
     def _half(self, half: Half, grid: tuple[int, int], key: str = "", blocks: Sequence[Block] | None = None) -> Shard:
-        """Return a factor in coordinates of a checkpoint tensor (its key); of its own, in one block, by default."""
+        """Return a factor in coordinates of a checkpoint tensor (its key); by default in its own, as one block."""
         tensor = half.tensor.detach()
         memo = (tensor.data_ptr(), tensor.shape, key, half.cut)
         if memo not in self._halves:

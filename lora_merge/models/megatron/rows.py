@@ -55,7 +55,7 @@ def row_blocks(name: str, hf: HF, rows: int, ranks: int, config: Any) -> dict[st
 
 
 def place(tensor: Tensor, cut: int | None, grid: tuple[int, int], blocks: Sequence[Block]) -> Shard:
-    """Return this rank's part of one checkpoint tensor, out of a parameter of which it is these rows over all ranks.
+    """Return this rank's part of one checkpoint tensor, which is these rows of a parameter over all ranks.
 
     Args:
         tensor: `[rows]` or `[rows, columns]`, cut evenly over the ranks of a group along dimension `cut`.

@@ -29,7 +29,7 @@ _STATE = re.compile(
     r"training_args|trainer_state|train_state|custom_checkpoint|zero_pp|bf16_zero_pp|mp_rank|tokenizer|vocab)",
     re.IGNORECASE,
 )
-"""How names begin of what trainers keep for themselves, and of files that hold no weights."""
+"""How the names of files begin that trainers keep for themselves, or that hold no weights."""
 _MODEL = re.compile(r"(model|pytorch_model|consolidated)([-.].*)?\.(safetensors|bin|pth)")
 """How whole models are called: their files belong together."""
 _VALUE_HEAD = re.compile(r"(.*\.)?(v_head|value_head)\..*")

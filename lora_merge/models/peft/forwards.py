@@ -23,20 +23,20 @@ _LINEAR = {
     *(f"{_CONV}Conv{n}d.{method}" for n in (1, 2, 3) for method in ("forward", "_conv_forward")),
     "transformers.pytorch_utils.Conv1D.forward",
     "transformers.models.falcon.modeling_falcon.FalconLinear.forward",
-    # By what the codes of the weight stand for.
+    # These multiply by what the codes of the weight stand for.
     *(
         f"bitsandbytes.nn.modules.{kind}.forward"
         for kind in ("Linear4bit", "Linear8bitLt", "Embedding4bit", "Embedding8bit")
     ),
     *(f"hqq.core.quantize.HQQLinear.forward_{kind}" for kind in ("pytorch", "pytorch_backprop")),
-    # What they have beside the weight is for other outputs and other rows.
+    # What these have beside the weight is for other outputs and other rows.
     _IDEFICS + "Linear.forward",
     _IDEFICS + "Embedding.forward",
 }
 
 
 _PEFTS = ("peft.tuners.lora.", "peft.tuners.trainable_tokens.layer.")
-"""Where the forwards of the layers are that are read."""
+"""Packages of PEFT's with the forwards of layers that are read."""
 
 
 class _ScaledWordEmbedding(nn.Embedding):
@@ -64,7 +64,7 @@ _SWIFT, _SWIFT_KEEPS = "swift.tuners.peft.keep_device_forward", "forward_origin"
 """ms-swift's forward of lora_A and lora_B, which brings the input to the weight's device, and where it keeps the one
 that it calls then."""
 OWN = frozenset({"forward", "_old_forward", "_conv_forward", _SWIFT_KEEPS})
-"""Where a module keeps a forward of its own, before that of its class."""
+"""Attributes in which a module keeps a forward of its own, which comes before that of its class."""
 
 
 def strange_forward(module: nn.Module) -> str | None:

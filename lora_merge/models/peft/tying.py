@@ -40,9 +40,9 @@ def tie_again(model: nn.Module) -> None:
 def target_tied(base: nn.Module, config: Any, adapted: Collection[str]) -> None:
     """Let a configuration name the modules of tied weights that a file adapts.
 
-    Of a weight that several modules share, `ensure_weight_tying=True` adapts all, and PEFT saves a configuration that
-    names one of them. Reading it, PEFT finds the others again where that one is the model's input embedding and the
-    other its head (Qwen2), and not where there are more of them (T5's `shared`).
+    `ensure_weight_tying=True` adapts all modules that share a weight, and PEFT saves a configuration that names one of
+    them. Reading it, PEFT finds the others again where that one is the model's input embedding and the other its head
+    (Qwen2), and not where there are more of them (T5's `shared`).
 
     Args:
         adapted: names of the modules that the file adapts.
@@ -59,8 +59,8 @@ def target_tied(base: nn.Module, config: Any, adapted: Collection[str]) -> None:
 
 
 def _sides(delta: Delta) -> list[Tensor]:
-    """Return what is added, as `[out, r]` and `[r, in]` of the parameter as it is stored, for each adapter; none of
-    others."""
+    """Return the factors of each adapter, as `[out, r]` and `[r, in]` of the parameter as it is stored; none where more
+    than a product is added, or there are experts."""
     if delta.experts is not None or delta.magnitude is not None or delta.rows:
         return []
     pairs = [(f.lora_A.pieces[0].tensor, f.lora_B.pieces[0].tensor) for f in delta.factors]

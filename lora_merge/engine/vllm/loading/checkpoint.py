@@ -24,7 +24,7 @@ from .loaded_files import Sources, changed, check_unchanged, read_by
 
 Files: TypeAlias = Mapping[str, Stamp]
 _SMALL = 1 << 16
-"""Elements of a tensor of which all are compared."""
+"""Most elements of a tensor that is compared whole."""
 
 
 class Kept:
@@ -32,7 +32,7 @@ class Kept:
     mapped; writing into these files does.
 
     Args:
-        where: they lie, in words.
+        where: where they lie, in words.
     """
 
     def __init__(self, files: Files, where: str) -> None:
@@ -149,7 +149,7 @@ class Checkpoint:
 def load_again(loader: Loader, report: DryRunReport, table: Table, tensors: Mapping[str, Tensor]) -> None:
     """Load all tensors of a checkpoint into the engine, between the loader's `begin` and `finish`."""
     for index, slots in enumerate(table):
-        loader.drop_plans()  # of plans that read the bucket before
+        loader.drop_plans()  # those that read the bucket before
         loader.load(report, index, slots, _bucket(slots, tensors, loader.device), _nothing)
     loader.drop_plans()
 

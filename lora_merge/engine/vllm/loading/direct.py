@@ -1,10 +1,10 @@
 """Layers of 8 bits that are written where they lie: a trainer in the engine's process merges, scales and converts in
 one launch, and no layer goes through vLLM's reload.
 
-Whether a kind of layer can be written is tried, be it loaded with plain weights, which vLLM quantises, or with values
-and scales. vLLM's own code loads and processes random weights; if our kernel fills memory of the same layout with the
-same bits, values and scales, layers of this kind are written. Any other goes through the reload (reload.py), as all do
-for a trainer in another process.
+Each kind of layer is tried before one of it is written, whether it is loaded with plain weights, which vLLM quantises,
+or with values and scales. vLLM's own code loads and processes random weights; if our kernel fills memory of the same
+layout with the same bits, values and scales, layers of this kind are written. Others go through the reload (reload.py),
+as all do for a trainer in another process.
 """
 
 from __future__ import annotations
@@ -171,7 +171,8 @@ class DirectLayers:
 
     def __init__(self) -> None:
         self._proved: dict[Any, dict[str, Group] | str] = {}
-        """By the kind of layer: groups of its weights; or why it is reloaded, in words: errors hold what was tried."""
+        """By the kind of layer: groups of its weights; or why it is reloaded, in words (an error would hold what was
+        tried)."""
         self._written: list[tuple[_Loading, Any]] = []
         """Layers that can be written, each with its kind."""
         self._snapshot = LayerSnapshot(())
@@ -229,8 +230,8 @@ class DirectLayers:
 
     @property
     def outdated(self) -> bool:
-        """Return True if vLLM has reloaded a layer that could be written, asked by whoever, so that it computes in
-        another way or with tensors of its own."""
+        """Return True if vLLM has reloaded a layer that could be written, whoever asked for that, so that it computes
+        in another way or with tensors of its own."""
         if self._snapshot.unchanged:
             return False
         self._snapshot = LayerSnapshot(loading.root for loading, _ in self._written)

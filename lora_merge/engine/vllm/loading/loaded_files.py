@@ -20,7 +20,7 @@ from .. import internals
 _READ = "_lora_merge_read"
 """Attribute of loaders while they read, and of models that were read."""
 Sources: TypeAlias = list[Stamps]
-"""Of each source of weights, in the order in which the loader comes to it: its files, by path."""
+"""The files of each source of weights, by path, in the order in which the loader comes to the sources."""
 
 
 def watch() -> None:
@@ -67,7 +67,7 @@ def check_unchanged(model: nn.Module, where: str, read: Sources | None = None) -
     """Raise `RuntimeError` if a model's files have changed since it was read.
 
     Args:
-        where: they lie, in words.
+        where: where they lie, in words.
         read: what was read of them now; None for nothing yet.
 
     Returns:

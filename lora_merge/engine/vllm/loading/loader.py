@@ -54,7 +54,7 @@ _OF_CACHE = ("q_scale", "k_scale", "v_scale", "prob_scale", "_zero_point")
 """Ends the names of scales of a quantised cache; vLLM 0.26 has them as parameters (compressed-tensors)."""
 _HOOK = "process_weights_after_loading"
 _IDLE = "vllm.v1.attention.backend"
-"""Where the hook of attention backends is defined that does nothing."""
+"""The module that defines the hook of attention backends which does nothing."""
 _NOT_BUILT = "StageMissingLayer"
 """The class that vLLM puts in the place of a part that its settings leave out."""
 

@@ -19,7 +19,7 @@ from ...worker.dry_run import Record
 
 
 class Rest:
-    """What of a model lies outside of its language model, and whether it is what its checkpoint holds."""
+    """The part of a model outside of its language model, and whether it is what its checkpoint holds."""
 
     def __init__(self) -> None:
         self._sampler, self._sample = Sampler(), ""
