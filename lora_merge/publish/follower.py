@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -22,6 +21,7 @@ from ..engine.load_adapter import AdapterLoader
 from ..engine.push.replica import SyncReport
 from ..engine.state import State
 from ..errors import InvalidInput, LoraMergeError, PushRefused, UnsupportedAdapter
+from ..leftovers import Scratch
 from .manifest import Manifest
 from .store import Store, now
 
@@ -87,7 +87,7 @@ class Follower:
         self._store, self._loader = Store(url, key), AdapterLoader(engine, pause=pause, cache=cache)
         self._base, self._told = base, told or (lambda line: None)
         self._name, self._pause = name or _name_of(engine), pause
-        self._cache = tempfile.TemporaryDirectory(prefix="lora_merge-")
+        self._cache = Scratch()
         self._held: State | None = None
         self._seen: list[int] = []
         self._newer: list[int] = []  # versions that were begun, and were not visible yet
@@ -193,7 +193,7 @@ class Follower:
         """Free buffers, and remove what was copied from the store."""
         with suppress(Exception):  # an engine that is gone holds nothing
             self._loader.close()
-        self._cache.cleanup()
+        self._cache.close()
 
     @property
     def serves(self) -> str:
@@ -236,7 +236,7 @@ class Follower:
             )
 
     def _load(self, manifest: Manifest) -> SyncReport:
-        folder = self._store.fetch(manifest, Path(self._cache.name))
+        folder = self._store.fetch(manifest, self._cache.path)
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")

@@ -25,6 +25,7 @@ from typing import Any
 
 from ..errors import InvalidInput, PushRefused
 from ..extras import needed
+from ..leftovers import Scratch
 from .keys import key_of
 from .manifest import MANIFEST, Manifest, check_file
 
@@ -64,6 +65,7 @@ class Store:
                 raise ModuleNotFoundError(str(error), name="") from error
         self.folder = Path(root) if isinstance(self.fs, LocalFileSystem) else None
         self.root = root.rstrip("/")
+        self._scratch: Scratch | None = None
         self.run = _NAME.sub("-", self.root.rpartition("/")[2]) or "store"
 
     # ---- reading -----------------------------------------------------------------------------------------------------
@@ -146,7 +148,8 @@ class Store:
     def draft(self, version: int) -> Path:
         """Return a new empty folder in which a version is written: in the store itself, if that is a folder."""
         if self.folder is None:
-            return Path(tempfile.mkdtemp(prefix="lora_merge-"))
+            self._scratch = self._scratch or Scratch()
+            return Path(tempfile.mkdtemp(dir=self._scratch.path))
         draft = self.folder / "versions" / f"{_DRAFT}{version}-{token_hex(4)}"
         draft.mkdir(parents=True)
         return draft

@@ -24,17 +24,17 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import InvalidInput, LoraMergeError
+from ..leftovers import LOCK, locked, remove_leftovers
 from ..stream.buckets import Meta
 from .checkpoint import CONFIG, INDEX, SINGLE, readable
 from .format import Stored, make_header, read_header, read_into, write_from
 
 try:
     import fcntl
-except ImportError:  # Windows: leftovers stay
+except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 _MINE = ".lora-merge-"
-_LOCK = ".lora-merge-lock"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 SHARD_SIZE = 5 * 10**9
 """Bytes of a shard where no base says how it is cut; as transformers."""
@@ -151,10 +151,10 @@ class Writer:
         with _told(self.out):
             self._parents = [path for path in self.out.parents if not path.exists()]
             self.out.parent.mkdir(parents=True, exist_ok=True)
-            _remove_leftovers(self.out)
+            remove_leftovers(self.out.parent.glob(f".{escape(self.out.name)}{_MINE}*"))
             self._check_room()
             self._folder = Path(tempfile.mkdtemp(prefix=f".{self.out.name}{_MINE}", dir=self.out.parent))
-            self._lock = _locked(self._folder / _LOCK)
+            self._lock = locked(self._folder)
             self._folder.chmod(0o777 & ~_umask())
             for name, (first, places) in self._made.items():
                 opened = self._open[Path(name)] = (self._folder / name).open("wb", buffering=0)
@@ -275,7 +275,7 @@ class Writer:
                 check_target(self.out, self._force)  # somebody may have been faster
                 self._put()
                 # Up to here a run that is killed leaves a lock, so that the next one removes what it left.
-                (self.out / _LOCK).unlink()
+                (self.out / LOCK).unlink()
             _sync(self.out)
             _sync(self.out.parent)
 
@@ -284,7 +284,7 @@ class Writer:
         if not self.out.exists() or not any(self.out.iterdir()):
             self.folder.rename(self.out)  # over an empty folder, too
             return
-        (self.out / _LOCK).touch()
+        (self.out / LOCK).touch()
         if _exchange(self.folder, self.out):
             shutil.rmtree(self.folder, ignore_errors=True)
         else:
@@ -319,28 +319,6 @@ def check_target(out: Path, force: bool) -> None:
     for where, what in ((Path.cwd(), "the folder that you are in"), (Path.home(), "your home")):
         if out.resolve() in (where.resolve(), *where.resolve().parents):
             raise InvalidInput(f"{out} is or holds {what}, which would be replaced: name a folder of its own")
-
-
-def _remove_leftovers(out: Path) -> None:
-    """Remove what runs to the same target left that were killed: their locks are free."""
-    for path in out.parent.glob(f".{escape(out.name)}{_MINE}*"):
-        with suppress(OSError):
-            if fcntl is None or not (path / _LOCK).is_file():
-                continue
-            with (path / _LOCK).open("wb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _locked(file: Path) -> IO[bytes]:
-    """Hold a lock from the moment on at which it is there."""
-    made = file.with_name(f"{file.name}-made")
-    opened = made.open("wb")
-    if fcntl is not None:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    made.rename(file)
-    return opened
 
 
 _putting = threading.Lock()

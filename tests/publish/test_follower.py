@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +150,37 @@ def test_an_engine_with_two_stores_is_noted(tmp_path: Path) -> None:
     one._checked = 0.0
     assert one.step() is not None
     assert [line for line in told if "something else has loaded run8@1-" in line]
+
+
+@pytest.mark.parametrize("url", ["run7", "memory://run7"])
+def test_what_killed_processes_have_copied_is_removed(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version that a follower was reading, or a publisher was writing for a bucket; not of one that lives, nor
+    what is somebody else's."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    lives = Follower("http://there:8000", tmp_path / "run7")
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        store = Store(url if "://" in url else tmp_path / url)
+        follower = None if store.folder is None else Follower("http://there:8001", store.url)
+        copied = store.draft(1) if follower is None else follower._cache.path
+        (copied / "adapter_model.safetensors").write_bytes(b"large")
+        os.write(writer, b"1")
+        signal.pause()
+    os.read(reader, 1)
+    made = set(tmp_path.glob("lora_merge-*"))
+    assert len(made) == 2
+    Follower("http://there:8002", tmp_path / "run7").close()
+    assert set(tmp_path.glob("lora_merge-*")) == made
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    for name in ("lora_merge-other", "lora_merge-linked"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "lora_merge-link").symlink_to(lives._cache.path)
+    following = Follower("http://there:8002", tmp_path / "run7")
+    names = {path.name for path in tmp_path.glob("lora_merge-*")} - {"lora_merge-other", "lora_merge-linked"}
+    assert names == {lives._cache.path.name, following._cache.path.name, "lora_merge-link"}
+    following.close()
+    lives.close()
+    assert not lives._cache.path.exists()
