@@ -32,32 +32,38 @@ def _dtype(*more: str) -> Any:
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a config.json, the folder of one, or a name on the hub")
     parser.add_argument(
-        "--memory", type=float, metavar="GB", help="of a GPU: say what is left of it, and whether it fits"
+        "--memory", type=float, metavar="GB", help="memory of one GPU: prints what is left of it, and whether it fits"
     )
-    parser.add_argument("--gpus", type=int, default=1, help="of the trainer, sharded by FSDP2 (default: 1)")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs of the trainer, which FSDP2 shards over (default: 1)")
     parser.add_argument("--ddp", action="store_true", help="each GPU of the trainer holds the whole model")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of one engine (default: 1)")
     parser.add_argument("--apart", action="store_true", help="engines have GPUs of their own, reached over NCCL")
     parser.add_argument(
-        "--sleep", type=int, choices=(0, 1, 2), default=0, help="level of sleep during training (default: 0)"
+        "--sleep", type=int, choices=(0, 1, 2), default=0, help="level of the engine's sleep in training (default: 0)"
     )
     parser.add_argument("--offload", action="store_true", help="the trainer's weights leave the GPU for a rollout")
     parser.add_argument(
-        "--merge", choices=("trainer", "engine"), default="trainer", help="who merges (default: trainer)"
+        "--merge", choices=("trainer", "engine"), default="trainer", help="who adds the adapters (default: trainer)"
     )
-    parser.add_argument("--mode", choices=("merged", "adapter"), default="merged", help="what the engine holds")
+    parser.add_argument(
+        "--mode", choices=("merged", "adapter"), default="merged", help="what the engine holds (default: merged)"
+    )
     parser.add_argument("--train-merged", action="store_true", help="the trainer computes with merged weights")
     parser.add_argument("--share", action="store_true", help="one copy of the weights for trainer and engine")
     parser.add_argument(
-        "--rank", type=int, default=32, help="of the adapter (default: 32); 0: no adapter, all is trained"
+        "--rank", type=int, default=32, help="rank of the adapter (default: 32); 0: no adapter, all is trained"
     )
-    parser.add_argument("--targets", default="all-linear", help="all-linear, or names of modules, with commas between")
+    parser.add_argument(
+        "--targets", default="all-linear", help="modules with adapters: all-linear, or names with commas between"
+    )
     parser.add_argument("--experts", default="", metavar="NAMES", help="PEFT's target_parameters, with commas between")
     parser.add_argument(
-        "--dtype", type=_dtype("nf4", "int8"), default="bfloat16", help="of the trainer's base; nf4: QLoRA"
+        "--dtype", type=_dtype("nf4", "int8"), default="bfloat16", help="dtype of the trainer's base; nf4: QLoRA"
     )
-    parser.add_argument("--adapter-dtype", type=_dtype(), default="float32", help="(default: float32, as PEFT has it)")
-    parser.add_argument("--engine-dtype", type=_dtype("fp8"), default="bfloat16", help="of the engine's weights")
+    parser.add_argument(
+        "--adapter-dtype", type=_dtype(), default="float32", help="dtype of the adapter (default: float32, as in PEFT)"
+    )
+    parser.add_argument("--engine-dtype", type=_dtype("fp8"), default="bfloat16", help="dtype of the engine's weights")
     add_json(parser)
 
 
@@ -124,7 +130,9 @@ def _advice(policy: Policy, setup: Setup, memory: float) -> list[str]:
             found.append(f"{words} (takes {_gb(largest)})")
     if found:
         return [f"It does not fit into {memory:g} GB. It would with: {'; '.join(found)}."]
-    return [f"It does not fit into {memory:g} GB. Spread it over more GPUs (--gpus, --tp), or take a smaller model."]
+    adapter = "" if policy.modules else "Train an adapter (--rank 32), or: "
+    ways = f"{adapter}Spread it over more GPUs (--gpus, --tp), or take a smaller model."
+    return [f"It does not fit into {memory:g} GB. {ways}"]
 
 
 def _utilization(rows: list[Row], setup: Setup, memory: float) -> list[str]:
@@ -144,10 +152,9 @@ def _words(
     policy: Policy, setup: Setup, rows: list[Row], sums: dict[str, dict[str, int]], host: int, memory: float | None
 ) -> str:
     adapter = policy.lora_A + policy.lora_B
-    lines = [
-        f"{policy.name}: {policy.parameters / 1e9:.2f} billion parameters; the adapter has {adapter / 1e6:,.1f} "
-        f"million, on {policy.modules} weights"
-    ]
+    has = f"the adapter has {adapter / 1e6:,.1f} million, on {policy.modules} weights"
+    trained = has if policy.modules else "all are trained, without an adapter"
+    lines = [f"{policy.name}: {policy.parameters / 1e9:.2f} billion parameters; {trained}"]
     for side, total in sums.items():
         mine = [row for row in rows if side in (row.side, "each")]
         head = f"GB on {'each GPU' if side == 'each' else f'a GPU of the {side}'}"

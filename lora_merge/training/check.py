@@ -29,7 +29,10 @@ def check_trainable(model: nn.Module, rounding: Rounding = "nearest") -> None:
         )
     found = layers_of(model)
     if not found:
-        raise InvalidInput("train_merged: the model has no LoRA layers; pass the PeftModel, not its bare base")
+        raise InvalidInput(
+            "train_merged: the model has no LoRA layers; pass the PeftModel, not its bare base. Full fine-tuning needs "
+            "neither train_merged nor share=True: leave them out"
+        )
     if any(is_trained(layer) for _, layer in found):
         raise InvalidInput("this model is being trained on merged weights already: close() that training first")
     whole = live(model)

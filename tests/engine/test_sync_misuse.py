@@ -29,6 +29,11 @@ def test_generate_sets_the_adapter_by_itself() -> None:
         sync.generate("once", lora_path="mine")
 
 
+def test_a_server_is_asked_by_its_own_calls() -> None:
+    with pytest.raises(InvalidInput, match="Ask other engines by their own calls: after push"):
+        VllmSync(models.with_lora(models.qwen2), "http://127.0.0.1:9").generate("once")
+
+
 @pytest.mark.parametrize("kind", [VllmSync, SglangSync])
 def test_a_server_needs_no_engine_here(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A push gets as far as asking it; a handle of this process is another matter."""

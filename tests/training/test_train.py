@@ -469,7 +469,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         InvalidInput,
         r"q_proj: adapter 'default' has lora_dropout=0.1",
     ),
-    "no adapters": (models.qwen2, InvalidInput, "no LoRA layers"),
+    "no adapters": (models.qwen2, InvalidInput, "no LoRA layers.*neither train_merged nor share=True"),
 }
 
 

@@ -239,7 +239,10 @@ class VllmSync(EngineSync):
             )
         controls = self._trainer.controls
         if len(controls) != 1 or type(controls[0]) is not LlmControl or not hasattr(controls[0].handle, "generate"):
-            raise InvalidInput("generate() is for one in-process LLM; pass lora_request() to other engines yourself")
+            raise InvalidInput(
+                "generate() is for one in-process LLM. Ask other engines by their own calls: after push() they answer "
+                "as the policy; in adapter mode pass lora_request() to them"
+            )
         self.check()
         if self.sharing is not None and self._cache is not None:
             self._cache.wake_up()
