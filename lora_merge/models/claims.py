@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from weakref import WeakSet
+from typing import TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +36,19 @@ class _Claim:
     reader: object | None = None
 
 
-_lock = threading.Lock()
-_merged, _read = WeakSet[_Claim](), WeakSet[_Claim]()
-"""What is inside `merged`, and the passes of streams that are under way."""
+_Claims: TypeAlias = WeakValueDictionary[int, _Claim]
+
+# Garbage may be collected while this thread has the lock, and a block or a pass among it lets go of its claim then.
+_lock = threading.RLock()
+_merged, _read = _Claims(), _Claims()
+"""What is inside `merged`, and the passes of streams that are under way, each by its `id`."""
 _looks: dict[Look, set[int]] = {}
 """Who looks at a model now, and the memory that left `merged` meanwhile."""
+
+
+def _held(claims: _Claims) -> list[_Claim]:
+    """Return those that somebody holds. Any may end meanwhile."""
+    return [claim for one in claims.valuerefs() if (claim := one()) is not None]
 
 
 class Look:
@@ -78,9 +87,9 @@ def merging(
 
     def let_go() -> None:
         with _lock:
-            for seen in _looks.values() if claim in _merged else ():
+            for seen in _looks.values() if id(claim) in _merged else ():
                 seen |= _memory(weights.values())
-            _merged.discard(claim)
+            _merged.pop(id(claim), None)
 
     return undone(lambda: _claim_merge(claim, left), let_go)
 
@@ -88,24 +97,24 @@ def merging(
 def _claim_merge(claim: _Claim, left: AbstractSet[int]) -> None:
     layers, weights = claim.layers, claim.weights
     with _lock:
-        there = any(_shared(layers, c.layers) or not c.weights.keys().isdisjoint(weights) for c in _merged)
+        there = any(_shared(layers, c.layers) or not c.weights.keys().isdisjoint(weights) for c in _held(_merged))
         if there or (left and not left.isdisjoint(_memory(weights.values()))):
             raise AlreadyMerged(
                 "merged() is already entered on this model, or on one that shares weights with it; leave it before "
                 "entering again"
             )
-        if any(_meet(one.held, weights.values()) for one in _read):
+        if any(_meet(one.held, weights.values()) for one in _held(_read)):
             raise InvalidInput(
                 "a stream of these weights (MergedWeights, VllmSync) is under way, which would read merged ones from "
                 "here on: finish its iteration, or close it, before merged()"
             )
-        _merged.add(claim)
+        _merged[id(claim)] = claim
 
 
 def let_read(layers: Iterable[object], reader: object) -> None:
     """Let streams of a reader read, as it lies, what the `merged` of these adapter layers has merged."""
     with _lock:
-        for claim in _merged:
+        for claim in _held(_merged):
             if _shared(layers, claim.layers):
                 claim.reader = reader
 
@@ -113,7 +122,7 @@ def let_read(layers: Iterable[object], reader: object) -> None:
 def is_read(weights: Sequence[Tensor]) -> bool:
     """Return True while a stream reads the memory of some of these weights."""
     with _lock:
-        return any(_meet(one.held, weights) for one in _read)
+        return any(_meet(one.held, weights) for one in _held(_read))
 
 
 def check_unread(weights: Sequence[Tensor]) -> None:
@@ -139,11 +148,11 @@ def reading(held: Sequence[torch.UntypedStorage], reader: object | None = None) 
     def take() -> None:
         with _lock:
             check_readable(held, reader=reader)
-            _read.add(claim)
+            _read[id(claim)] = claim
 
     def let_go() -> None:
         with _lock:
-            _read.discard(claim)
+            _read.pop(id(claim), None)
 
     return undone(take, let_go)
 
@@ -153,7 +162,7 @@ def check_readable(
 ) -> None:
     """Raise `AlreadyMerged` if some of this memory, but for what the reader may read, is inside `merged`, or was so
     when it was looked at (see `Look`)."""
-    others = [claim for claim in list(_merged) if reader is None or claim.reader is not reader]
+    others = [claim for claim in _held(_merged) if reader is None or claim.reader is not reader]
     merged = any(_meet(held, claim.weights.values()) for claim in others)
     if merged or (left and _lies_in(held, left)):
         raise AlreadyMerged(
