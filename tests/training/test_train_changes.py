@@ -4,9 +4,74 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 
-from lora_merge import train_merged
-from tests.training.test_train import loss_of, two_adapters
+import models
+import pytest
+import torch
+from helpers import assert_same_bits
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from lora_merge import merged, train_merged
+from tests.training.test_train import adapted, loss_of, shake, two_adapters
+
+
+def layer_of(model: nn.Module) -> LoraLayer:
+    return next(m for m in model.modules() if isinstance(m, LoraLayer))
+
+
+@pytest.mark.parametrize("merges", [0, 1])
+def test_a_parameter_over_the_memory_of_another(merges: int) -> None:
+    """What is written to it counts, from then on: it has a version counter of its own."""
+    model = adapted(models.qwen2)
+    half = layer_of(model).lora_B["default"]
+    with train_merged(model) as training, torch.no_grad():
+        models.outputs(model)
+        half.weight = nn.Parameter(half.weight.data)
+        for _ in range(merges):
+            shake(model)
+            half.weight.mul_(0.5)
+            models.outputs(model)
+        half.weight.mul_(1.5)
+        got = models.outputs(model)
+        training.pause()
+        with merged(model):
+            assert_same_bits(got, models.outputs(model))
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "nothing": lambda model: None,
+    "a scaling": lambda model: layer_of(model).set_scale("default", 3.0),
+    "adapters that act": lambda model: vars(layer_of(model)).update(_active_adapter=["second"]),
+    "values": shake,
+}
+
+
+@pytest.mark.parametrize("first", ["a forward of the model", "none"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_that_is_called_by_itself(change: str, first: str) -> None:
+    model = two_adapters()
+    layer = layer_of(model)
+    x = torch.randn(1, 3, layer.in_features)
+    with train_merged(model) as training:
+        models.outputs(model) if first != "none" else layer(x)
+        CHANGES[change](model)
+        got = layer(x)
+        got.sum().backward()
+        gradients = [p.grad for n, p in layer.named_parameters() if "lora_" in n and p.grad is not None]
+        assert len(gradients) == 2 * len(layer.active_adapters)
+        training.pause()
+        with merged(model):
+            assert_same_bits(got, layer(x))
+
+
+def test_a_forward_of_the_model_inside_merged_comes_first() -> None:
+    model = two_adapters()
+    with train_merged(model):
+        with merged(model):
+            inside = models.outputs(model)
+        assert_same_bits(models.outputs(model), inside)
 
 
 def test_a_model_whose_training_is_not_closed_is_freed() -> None:
