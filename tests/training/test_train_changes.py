@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -10,11 +11,12 @@ import models
 import pytest
 import torch
 from helpers import assert_same_bits
+from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from lora_merge import merged, train_merged
-from tests.training.test_train import adapted, loss_of, shake, two_adapters
+from lora_merge import AlreadyMerged, merged, train_merged
+from tests.training.test_train import LINEARS, adapted, assert_base, bits, loss_of, shake, two_adapters
 
 
 def layer_of(model: nn.Module) -> LoraLayer:
@@ -82,3 +84,21 @@ def test_a_model_whose_training_is_not_closed_is_freed() -> None:
     del model, training
     gc.collect()
     assert gone() is None
+
+
+def test_adapters_are_deleted_at_any_time() -> None:
+    model = two_adapters()
+    before = bits(model)
+    with train_merged(model) as training:
+        loss_of(model)
+        model.delete_adapter("second")
+        assert_base(model, before)
+        with torch.no_grad():
+            got = models.outputs(model)
+            training.pause()
+            with merged(copy.deepcopy(model)) as other:
+                assert_same_bits(got, models.outputs(other))
+    model = adapted(models.qwen2, target_modules=LINEARS)
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
+    with merged(model), pytest.raises(AlreadyMerged, match="delete_adapter"):
+        model.delete_adapter("other")
