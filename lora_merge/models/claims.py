@@ -7,8 +7,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass, field
+from typing import TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,30 +19,36 @@ from ..shards import Address, here
 from .signals import Deferred
 
 
+@dataclass(eq=False)
 class _Claim:
     """What one `merged`, or one pass of a stream, holds as long as it is under way. A claim ends with its holder, also
-    where interrupts kept the holder from letting go of it."""
-
-
-class _Inside(NamedTuple):
-    """What one `merged` has merged.
+    where interrupts kept the holder from letting go of it: nothing else holds it or, by it, a model.
 
     Args:
         layers, weights: adapter layers, and what is written.
-        reader: whose streams may read it as it lies; None: nobody's.
+        held: what a pass reads.
+        reader: whose streams may read what is merged as it lies; None: nobody's.
     """
 
-    layers: Iterable[object]
-    weights: Mapping[Address, Tensor]
+    layers: Iterable[object] = ()
+    weights: Mapping[Address, Tensor] = field(default_factory=dict)
+    held: Sequence[torch.UntypedStorage] = ()
     reader: object | None = None
 
 
-_lock = threading.Lock()
-_merged: WeakKeyDictionary[_Claim, _Inside] = WeakKeyDictionary()
-_read: WeakKeyDictionary[_Claim, Sequence[torch.UntypedStorage]] = WeakKeyDictionary()
-"""What the passes of streams that are under way read."""
+_Claims: TypeAlias = WeakValueDictionary[int, _Claim]
+
+# Garbage may be collected while this thread has the lock, and a block or a pass among it lets go of its claim then.
+_lock = threading.RLock()
+_merged, _read = _Claims(), _Claims()
+"""What is inside `merged`, and the passes of streams that are under way, each by its `id`."""
 _looks: dict[Look, set[int]] = {}
 """The looks at models that are under way, each with the memory that left `merged` meanwhile."""
+
+
+def _held(claims: _Claims) -> list[_Claim]:
+    """Return those that somebody holds. Any may end meanwhile."""
+    return [claim for one in claims.valuerefs() if (claim := one()) is not None]
 
 
 class Look:
@@ -76,47 +83,46 @@ def merging(
         AlreadyMerged: some of them are inside `merged`, or were when they were looked at.
         InvalidInput: a stream reads the memory of some of them.
     """
-    claim = _Claim()
+    claim = _Claim(layers, weights)
 
     def let_go() -> None:
         with _lock:
-            for seen in _looks.values() if claim in _merged else ():
+            for seen in _looks.values() if id(claim) in _merged else ():
                 seen |= _memory(weights.values())
-            _merged.pop(claim, None)
+            _merged.pop(id(claim), None)
 
-    return undone(lambda: _claim_merge(claim, layers, weights, left), let_go)
+    return undone(lambda: _claim_merge(claim, left), let_go)
 
 
-def _claim_merge(
-    claim: _Claim, layers: Iterable[object], weights: Mapping[Address, Tensor], left: AbstractSet[int]
-) -> None:
+def _claim_merge(claim: _Claim, left: AbstractSet[int]) -> None:
+    layers, weights = claim.layers, claim.weights
     with _lock:
-        there = any(_shared(layers, i.layers) or not i.weights.keys().isdisjoint(weights) for i in _merged.values())
+        there = any(_shared(layers, c.layers) or not c.weights.keys().isdisjoint(weights) for c in _held(_merged))
         if there or (left and not left.isdisjoint(_memory(weights.values()))):
             raise AlreadyMerged(
                 "merged() is already entered on this model, or on one that shares weights with it; leave it before "
                 "entering again"
             )
-        if any(_meet(held, weights.values()) for held in _read.values()):
+        if any(_meet(one.held, weights.values()) for one in _held(_read)):
             raise InvalidInput(
                 "a stream of these weights (MergedWeights, VllmSync) is under way, which would read merged ones from "
                 "here on: finish its iteration, or close it, before merged()"
             )
-        _merged[claim] = _Inside(layers, weights)
+        _merged[id(claim)] = claim
 
 
 def let_read(layers: Iterable[object], reader: object) -> None:
     """Let streams of a reader read, as it lies, what the `merged` of these adapter layers has merged."""
     with _lock:
-        for claim, inside in list(_merged.items()):
-            if _shared(layers, inside.layers):
-                _merged[claim] = inside._replace(reader=reader)
+        for claim in _held(_merged):
+            if _shared(layers, claim.layers):
+                claim.reader = reader
 
 
 def is_read(weights: Sequence[Tensor]) -> bool:
     """Return True while a stream reads the memory of some of these weights."""
     with _lock:
-        return any(_meet(held, weights) for held in _read.values())
+        return any(_meet(one.held, weights) for one in _held(_read))
 
 
 def check_unread(weights: Sequence[Tensor]) -> None:
@@ -137,16 +143,16 @@ def reading(held: Sequence[torch.UntypedStorage], reader: object | None = None) 
     Raises:
         AlreadyMerged: some of it is inside `merged`.
     """
-    claim = _Claim()
+    claim = _Claim(held=held)
 
     def take() -> None:
         with _lock:
             check_readable(held, reader=reader)
-            _read[claim] = held
+            _read[id(claim)] = claim
 
     def let_go() -> None:
         with _lock:
-            _read.pop(claim, None)
+            _read.pop(id(claim), None)
 
     return undone(take, let_go)
 
@@ -156,8 +162,8 @@ def check_readable(
 ) -> None:
     """Raise `AlreadyMerged` if some of this memory, but for what the reader may read, is inside `merged`, or was so
     when it was looked at (see `Look`)."""
-    others = [inside for inside in list(_merged.values()) if reader is None or inside.reader is not reader]
-    merged = any(_meet(held, inside.weights.values()) for inside in others)
+    others = [claim for claim in _held(_merged) if reader is None or claim.reader is not reader]
+    merged = any(_meet(held, claim.weights.values()) for claim in others)
     if merged or (left and _lies_in(held, left)):
         raise AlreadyMerged(
             "these weights are inside lora_merge.merged() and hold adapters on top of the base, or did so while they "

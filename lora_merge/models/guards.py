@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import AlreadyMerged
+from .peft.layer import TUNER_LAYER, peft_class
 
 _SAVERS = (
     "save_pretrained",
@@ -24,10 +25,11 @@ _SAVERS = (
     "load_adapter",
     "add_weighted_adapter",
     "inject_adapter",
+    "delete_adapter",
 )
 """Methods of transformers, PEFT, diffusers and DeepSpeed that write a checkpoint, take the adapters off, or put more
 on. (PEFT activates at its end what it has put on. Only that would be refused otherwise, and half of it would be
-there.)"""
+there.) PEFT's layers keep theirs."""
 _NONE = object()
 """Stands for an attribute that a module itself does not have."""
 
@@ -36,8 +38,9 @@ def refuse(*args: object, **kwargs: object) -> None:
     """Make a stand-in for a method that must not be called inside `merged`."""
     raise AlreadyMerged(
         "inside lora_merge.merged() the adapters are merged and the base is not at hand: leave the block before "
-        "merge_adapter, unmerge_adapter, set_adapter, add_adapter, disable_adapter or unload, and before "
-        "save_pretrained or the like, of the model or of what is in it. MergedWeights streams the merged checkpoint"
+        "merge_adapter, unmerge_adapter, set_adapter, add_adapter, delete_adapter, disable_adapter or unload, and "
+        "before save_pretrained or the like, of the model or of what is in it. MergedWeights streams the merged "
+        "checkpoint"
     )
 
 
@@ -57,7 +60,7 @@ def refuse_copy(*args: object, **kwargs: object) -> None:
 @cache
 def _refusing(kind: type) -> dict[str, Any]:
     """Return the replacements of the methods by which modules of a class save themselves."""
-    return {name: refuse for name in _SAVERS if callable(getattr(kind, name, None))}
+    return {n: refuse for n in _SAVERS if callable(getattr(kind, n, None))} if peft_class(kind) != TUNER_LAYER else {}
 
 
 def guarded(modules: Sequence[nn.Module]) -> list[tuple[Sequence[nn.Module], dict[str, Any]]]:

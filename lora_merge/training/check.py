@@ -19,8 +19,8 @@ from ..shards.layout import Layout
 from .layers import Acting, acting, cut_of, layers_of
 
 
-def check_trainable(model: nn.Module, rounding: Rounding = "nearest") -> None:
-    """Raise unless the model can be trained so, before anything is changed."""
+def check_trainable(model: nn.Module, rounding: Rounding = "nearest") -> dict[nn.Module, Acting]:
+    """Return what acts in the layers of a model; raise unless it can be trained so, before anything is changed."""
     check_choice("train_merged: rounding", rounding, Rounding)
     if check_model(model):
         raise InvalidInput(
@@ -37,7 +37,8 @@ def check_trainable(model: nn.Module, rounding: Rounding = "nearest") -> None:
         raise InvalidInput("this model is being trained on merged weights already: close() that training first")
     whole = live(model)
     with whole.ranks.vote("train_merged"):
-        for _, acts in acting_layers(model, whole):
+        layers = dict(acting_layers(model, whole))
+        for acts in layers.values():
             if rounding == "stochastic" and any(w.dtype == torch.float32 and w.ndim > 1 for w in acts.weights):
                 raise InvalidInput(
                     f"{acts.name}.weight is float32, of which rounding={rounding!r} rounds nothing: what is served in "
@@ -45,6 +46,7 @@ def check_trainable(model: nn.Module, rounding: Rounding = "nearest") -> None:
                     'rounding="nearest"'
                 )
         whole.weights(whole.adapters()[1])
+    return layers
 
 
 def acting_layers(model: nn.Module, whole: Live) -> Iterator[tuple[nn.Module, Acting]]:

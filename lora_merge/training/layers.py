@@ -71,6 +71,11 @@ class Acting:
             _check(self.name, self.layer, adapter, dropouts[adapter])
 
     @property
+    def stands(self) -> bool:
+        """Whether the same adapters act now, with the same scalings."""
+        return _acting(self.layer) == (self.adapters, self.scalings)
+
+    @property
     def base(self) -> Any:
         """The module inside."""
         return innermost(self.layer)
@@ -196,20 +201,21 @@ def acting(name: str, layer: Any) -> Acting:
             f"{name}: a {path} cannot be trained on merged weights yet, only LoRA on Linear, Embedding, Conv "
             "layers and parameters, and trainable tokens: train this model with PEFT's forward, and serve it merged"
         )
-    there = layer.trainable_tokens_delta if path == TOKENS else layer.scaling
-    adapters = tuple(sorted(a for a in layer.active_adapters if a in there))
+    adapters, scalings = _acting(layer)
     parts = [p for adapter in adapters for p in _parameters(layer, path, adapter)]
     weights = list(innermost(layer).parameters(recurse=False))
-    found = Acting(
-        layer,
-        adapters,
-        tuple(1.0 if path == TOKENS else float(layer.scaling[adapter]) for adapter in adapters),
-        [t for p in parts for t in _counted(p)],
-        [t for p in weights for t in _counted(p)],
-        name,
-    )
+    counted = [t for p in parts for t in _counted(p)]
+    found = Acting(layer, adapters, scalings, counted, [t for p in weights for t in _counted(p)], name)
     found.check()
     return found
+
+
+def _acting(layer: Any) -> tuple[tuple[str, ...], tuple[float, ...]]:
+    """Return the names and scalings of the adapters that act in a layer of a kind that can be trained."""
+    tokens = path_of(type(layer)) == TOKENS
+    there = layer.trainable_tokens_delta if tokens else layer.scaling
+    adapters = () if layer.disable_adapters else tuple(sorted(a for a in layer.active_adapters if a in there))
+    return adapters, tuple(1.0 if tokens else float(layer.scaling[adapter]) for adapter in adapters)
 
 
 def _check(name: str, layer: Any, adapter: str, dropout: Any) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +42,7 @@ class _Merged(NamedTuple):
     """What the base weights were merged from.
 
     Args:
-        facts: of the model's snapshot inside.
+        facts: of the model's snapshot inside, and which parameters it lists: others may have taken their memory.
         adapters: parameters of the adapters that act.
         versions: of these.
         steps: how often optimizers had stepped.
@@ -51,7 +52,7 @@ class _Merged(NamedTuple):
         number: the same for the same bits in the weights.
     """
 
-    facts: list[Any]
+    facts: tuple[list[Any], list[int]]
     adapters: list[Tensor]
     versions: list[int]
     steps: int
@@ -115,25 +116,23 @@ class Training:
         self._last: _Merged | None = None
         self._block = MergedBlock(model, rounding=rounding)
         self._hooks: list[Any] = []
-        self._layers: dict[nn.Module, Acting] = {}
         self._guards: list[tuple[Sequence[nn.Module], Iterable[str]]] = []
-        self._hooked: set[int] = set()
+        self._hooked = WeakSet[nn.Module]()
         self._held: dict[nn.Module, Sequence[Held]] = {}
         self._holders = Holders(self._standing)
         self._outermost: nn.Module | None = None
         self._raised = self._sharded = False
         self._busy = False
         self._closed = False
-        check_trainable(model, rounding)
-        self._tops = tops(model, [layer for _, layer in layers_of(model)])
+        self._layers = check_trainable(model, rounding)
+        self._tops = tops(model, list(self._layers))
         for module in self._tops:
             note_training(module, self)
-            self._hooks.append(module.register_forward_pre_hook(self._enter_model, prepend=True))
+            enter = module.register_forward_pre_hook(self._enter_model, prepend=True)
             # Before what FSDP does with the output: what is hooked to it first is asked first in a backward pass.
             left = module.register_forward_hook(self._leave_model, prepend=True, always_call=True)
-            self._hooks.append(left)
-        for _, layer in layers_of(model):
-            note_training(layer, self)
+            self._hooks += [enter, left]
+        self._hook(self._layers)  # parts may be called by themselves before the model is
 
     # What users call
 
@@ -164,7 +163,7 @@ class Training:
             with found.ranks.vote("train_merged") as ballot:
                 if self._merged is not None:
                     # Facts are those inside: everything but values of the adapters.
-                    values = found.snapshot().facts == self._merged.facts
+                    values = _facts(found) == self._merged.facts
                 ballot.flag = self._merged is None or not values or anew or self._merged.may_be_written
             if ballot.flag:
                 self._merge(found, values)
@@ -286,7 +285,7 @@ class Training:
                 self._block.enter()
                 layers = with_rows(layers, zeros)
                 before = None
-            facts = live(self._model).snapshot().facts if before is None or not values else before.facts
+            facts = _facts(live(self._model)) if before is None or not values else before.facts
             now = now._replace(facts=facts, inside=tuple(map(_VERSION, now.weights)))
             for known in (before, self._last):
                 if not ranks.any(known is None or not known.same_bits(now)):
@@ -307,16 +306,15 @@ class Training:
         """Have layers look for changes before they are called, and give adapters their gradients after."""
         self._holders.cover(layers.values())
         for layer in layers:
-            if id(layer) not in self._hooked:
-                self._hooked.add(id(layer))
+            if layer not in self._hooked:
+                self._hooked.add(layer)
                 note_training(layer, self)
                 before = layer.register_forward_pre_hook(self._before_layer, prepend=True, with_kwargs=True)
-                self._hooks.append(before)
                 # Before what FSDP and ZeRO-3 do after a forward: they let go of the adapters' parameters.
                 after = layer.register_forward_hook(self._after_layer, prepend=True, with_kwargs=True)
-                self._hooks.append(after)
-            if layers[layer].cut and id(base := layers[layer].base) not in self._hooked:
-                self._hooked.add(id(base))
+                self._hooks += [before, after]
+            if layers[layer].cut and (base := layers[layer].base) not in self._hooked:
+                self._hooked.add(base)
                 at_base = partial(self._after_base, layer)
                 self._hooks.append(base.register_forward_hook(at_base, prepend=True, with_kwargs=True))
 
@@ -383,7 +381,7 @@ class Training:
         if not self._busy and self._outermost is None and not self._elsewhere():
             now = self._merged
             # What gradient checkpointing calls again in a backward pass is to be what it was.
-            if now is None or (this_backward() == -1 and now.may_be_written):
+            if now is None or (this_backward() == -1 and (now.may_be_written or not self._layers[layer].stands)):
                 self._refresh()
         if self._merged is None or not torch.is_grad_enabled() or self._layers[layer].cut or not args:
             return None
@@ -425,6 +423,12 @@ class Training:
         return ready
 
 
+def _facts(found: Live) -> tuple[list[Any], list[int]]:
+    """Return what tells whether a model is what it was, but for values."""
+    snapshot = found.snapshot()
+    return snapshot.facts, list(map(id, snapshot.parameters))
+
+
 def _merged(layers: dict[nn.Module, Acting], number: int, known: _Merged | None = None) -> _Merged:
     """Return what these layers are merged from now, before they are.
 
@@ -438,7 +442,7 @@ def _merged(layers: dict[nn.Module, Acting], number: int, known: _Merged | None 
         adapters, weights = known.adapters, known.weights
     versions, outside = list(map(_VERSION, adapters)), tuple(map(_VERSION, weights))
     values = Values(map(here, adapters))
-    return _Merged([], adapters, versions, steps(), values, weights, outside, (), None, number)
+    return _Merged(([], []), adapters, versions, steps(), values, weights, outside, (), None, number)
 
 
 def _state(layers: dict[nn.Module, Acting]) -> tuple[Any, ...]:

@@ -291,12 +291,30 @@ def test_a_claim_ends_with_its_holder() -> None:
     storage = [weight.untyped_storage()]
     with pytest.raises(AlreadyMerged):
         claims.check_readable(storage)
-    (claim,) = list(claims._merged)
+    (claim,) = list(claims._merged.values())
     del held
     gc.collect()
-    claims._merged[claim] = [], {(weight.data_ptr(), weight.device): weight}
+    claims._merged[id(claim)] = claim
     del claim
     claims.check_readable(storage)
+
+
+def test_a_claim_ends_where_garbage_is_collected() -> None:
+    """Also in the thread that makes or looks at another claim meanwhile."""
+    weight = nn.Linear(2, 2).weight
+    held = [claims.merging([], {(weight.data_ptr(), weight.device): weight})]
+    held[0].__enter__()
+
+    def collect() -> None:
+        with claims._lock:
+            held.clear()
+            gc.collect()
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    claims.check_readable([weight.untyped_storage()])
 
 
 def floods() -> None:

@@ -1,0 +1,104 @@
+"""What changes between two forwards of training on merged weights: seen by the next one, of the model or of a part."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+
+import models
+import pytest
+import torch
+from helpers import assert_same_bits
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from lora_merge import AlreadyMerged, merged, train_merged
+from tests.training.test_train import LINEARS, adapted, assert_base, bits, loss_of, shake, two_adapters
+
+
+def layer_of(model: nn.Module) -> LoraLayer:
+    return next(m for m in model.modules() if isinstance(m, LoraLayer))
+
+
+@pytest.mark.parametrize("merges", [0, 1])
+def test_a_parameter_over_the_memory_of_another(merges: int) -> None:
+    """What is written to it counts, from then on: it has a version counter of its own."""
+    model = adapted(models.qwen2)
+    half = layer_of(model).lora_B["default"]
+    with train_merged(model) as training, torch.no_grad():
+        models.outputs(model)
+        half.weight = nn.Parameter(half.weight.data)
+        for _ in range(merges):
+            shake(model)
+            half.weight.mul_(0.5)
+            models.outputs(model)
+        half.weight.mul_(1.5)
+        got = models.outputs(model)
+        training.pause()
+        with merged(model):
+            assert_same_bits(got, models.outputs(model))
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "nothing": lambda model: None,
+    "a scaling": lambda model: layer_of(model).set_scale("default", 3.0),
+    "adapters that act": lambda model: vars(layer_of(model)).update(_active_adapter=["second"]),
+    "values": shake,
+}
+
+
+@pytest.mark.parametrize("first", ["a forward of the model", "none"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_that_is_called_by_itself(change: str, first: str) -> None:
+    model = two_adapters()
+    layer = layer_of(model)
+    x = torch.randn(1, 3, layer.in_features)
+    with train_merged(model) as training:
+        models.outputs(model) if first != "none" else layer(x)
+        CHANGES[change](model)
+        got = layer(x)
+        got.sum().backward()
+        gradients = [p.grad for n, p in layer.named_parameters() if "lora_" in n and p.grad is not None]
+        assert len(gradients) == 2 * len(layer.active_adapters)
+        training.pause()
+        with merged(model):
+            assert_same_bits(got, layer(x))
+
+
+def test_a_forward_of_the_model_inside_merged_comes_first() -> None:
+    model = two_adapters()
+    with train_merged(model):
+        with merged(model):
+            inside = models.outputs(model)
+        assert_same_bits(models.outputs(model), inside)
+
+
+def test_a_model_whose_training_is_not_closed_is_freed() -> None:
+    model = two_adapters()
+    gone = weakref.ref(model)
+    training = train_merged(model)
+    loss_of(model).backward()
+    del model, training
+    gc.collect()
+    assert gone() is None
+
+
+def test_adapters_are_deleted_at_any_time() -> None:
+    model = two_adapters()
+    before = bits(model)
+    with train_merged(model) as training:
+        loss_of(model)
+        model.delete_adapter("second")
+        assert_base(model, before)
+        with torch.no_grad():
+            got = models.outputs(model)
+            training.pause()
+            with merged(copy.deepcopy(model)) as other:
+                assert_same_bits(got, models.outputs(other))
+    model = adapted(models.qwen2, target_modules=LINEARS)
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
+    with merged(model), pytest.raises(AlreadyMerged, match="delete_adapter"):
+        model.delete_adapter("other")
