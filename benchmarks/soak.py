@@ -247,29 +247,37 @@ class Soak:
         with urllib.request.urlopen(urllib.request.Request(url, body, kind), timeout=300) as response:
             (choice,) = json.loads(response.read())["choices"]
         seconds, spans = time.monotonic() - begin, choice["weight_versions"]
-        tokens = tuple(choice["token_ids"])
+        problem = self.check(prompt, length, choice)
+        with self.lock:
+            self.counts += Counter(answers=1, over_a_switch=len(spans) > 1)
+            self.waits.append(seconds)
+            self.worst_s = max(self.worst_s, seconds)
+            if problem:
+                self.strange.append(f"{problem}: {spans}"[:2000])
+        return [span["version"] for span in spans]
+
+    def check(self, prompt: list[int], length: int, choice: dict[str, Any]) -> str:
+        """Return what is wrong with an answer; "" for nothing."""
+        tokens, spans = tuple(choice["token_ids"]), choice["weight_versions"]
+        if len(tokens) != length:
+            return f"{len(tokens)} tokens of {length}"
         said = torch.tensor([one["top_logprobs"][0]["logprob"] for one in choice["logprobs"]["content"]])
-        logs = self.policies.table(tuple(prompt), tokens)
-        wanted, problem, apart = torch.empty(2, len(tokens)).fill_(torch.nan), "", 0
+        logs, wanted, apart = self.policies.table(tuple(prompt), tokens), torch.full((2, length), torch.nan), 0
         for span in spans:
             here = slice(span["start"], span["end"])
             policy = self.policy_of(span["version"])
             if policy is None:
-                problem = f"{span['version']} is no version of late"
-                break
+                return f"{span['version']} is no version of late"
             wanted[:, here] = logs[policy, :, here]
             others = logs[[one for one in range(POLICIES) if one != policy], 0, here]
             apart += int((others - said[here]).abs().gt(TOLERANCE).all(0).sum())
-        off = (wanted - said).abs().max().item() if len(tokens) == length else torch.nan
-        if not problem and not off < TOLERANCE:
-            problem = f"log-probs {said.tolist()}, wanted {wanted.tolist()}, of {tokens}"
+        off = (wanted - said).abs().max().item()
+        if not off < TOLERANCE:  # nan: no span names a token
+            return f"log-probs {said.tolist()}, wanted {wanted.tolist()}, of {tokens}"
         with self.lock:
-            self.counts += Counter(answers=1, tokens=len(tokens), told_apart=apart, over_a_switch=len(spans) > 1)
-            self.waits.append(seconds)
-            self.worst_s, self.largest = max(self.worst_s, seconds), max(self.largest, 0.0 if problem else off)
-            if problem:
-                self.strange.append(f"{problem}: {spans}"[:2000])
-        return [span["version"] for span in spans]
+            self.counts += Counter(tokens=length, told_apart=apart)
+            self.largest = max(self.largest, off)
+        return ""
 
     def policy_of(self, version: str) -> int | None:
         """Return which policy a version is; it may be served a moment before `publish` returns here."""
