@@ -16,7 +16,7 @@ from ..control.base import Call, Control, Unheard, judges
 from ..control.calls import EngineGone, watched, while_alive
 from ..control.http import Answered, NoRoute, Server
 from ..control.one_server import OneServer
-from .kept_requests import shut
+from .kept_requests import end_requests, shut
 from .names import (
     ADAPTERS,
     BACKEND,
@@ -81,6 +81,11 @@ class LlmControl(Control):
     def beats(self) -> bool:
         return False  # its client has one socket, for one thread
 
+    @property
+    def _inside(self) -> Any:
+        """The engine's core where it runs in this process; else None."""
+        return getattr(getattr(self.engine, "engine_core", None), "engine_core", None)
+
     def config(self) -> Any:
         """Return the engine's `VllmConfig` where this process has it; else None."""
         return getattr(self.engine, "vllm_config", None)
@@ -121,6 +126,8 @@ class LlmControl(Control):
                     "has_unfinished_requests() says False, or push with pause='abort'"
                 )
             mode = "keep"
+        if mode == "abort" and self._inside is not None:  # vLLM's own would tell nobody
+            end_requests(self._inside)
         await self._call("sleep", level=0, mode=mode)
 
     async def resume(self) -> None:
@@ -155,14 +162,12 @@ class LlmControl(Control):
         await self._call("reset_encoder_cache")
 
     async def holders(self) -> str:
-        core = getattr(getattr(self.engine, "engine_core", None), "engine_core", None)
-        if hasattr(core, HOLDERS):  # in this process
-            return str(getattr(core, HOLDERS)())
+        if self._inside is not None:
+            return str(getattr(self._inside, HOLDERS)())
         return str(await self._core(HOLDERS)) if self._reaches_core() else await self._tried()
 
     async def check_versions(self) -> None:
-        core = getattr(getattr(self.engine, "engine_core", None), "engine_core", None)
-        if core is not None and not hasattr(getattr(self.engine, "input_processor", None), "_validate_lora"):
+        if self._inside is not None and not hasattr(getattr(self.engine, "input_processor", None), "_validate_lora"):
             raise PushRefused(
                 "this vLLM has no place (InputProcessor._validate_lora) where requests for versions that are gone can "
                 "be refused: start the engine in a process of its own (VLLM_ENABLE_V1_MULTIPROCESSING=1), or push "

@@ -25,6 +25,8 @@ _COMING = "_lora_merge_coming"
 """Attribute of an engine core into which a push brings adapters: the paths of these."""
 _TENANTS = "_lora_merge_tenants"
 """Attribute of an engine core that had tenants: the ids of those that are served."""
+_ENDED = "_lora_merge_ended"
+"""Attribute of an engine core in its owner's process: names of requests that were ended and not told of yet."""
 
 
 def lora_merge_adapters(core: Any, message: str) -> str:
@@ -75,10 +77,13 @@ def end_requests_with(core: Any, ends: Callable[[int], bool]) -> None:
     )
 
 
-def end_requests(core: Any, names: list[str]) -> None:
-    """End requests of a core; their clients hear "abort"."""
+def end_requests(core: Any, names: Sequence[str] | None = None) -> None:
+    """End requests of a core, or all; their clients hear "abort"."""
+    names = [*core.scheduler.requests] if names is None else names
     ended = core.scheduler.finish_requests(names, internals.RequestStatus.FINISHED_ABORTED) if names else []
-    if ended and hasattr(core, "_send_abort_outputs"):
+    if not hasattr(core, "_send_abort_outputs"):  # in its owner's process
+        getattr(core, _ENDED, []).extend(names)
+    elif ended:
         core._send_abort_outputs(ended)
 
 
@@ -168,8 +173,9 @@ def shut(engine: Any, allowed: Iterable[str] | None = None, *, tenants: Iterable
 
 
 def guard_in_front(engine: Any) -> None:
-    """Let a class of engines whose owner steps them refuse, where their core runs in this process, what the core would:
-    vLLM notes a request before its core sees it, and would wait for the answer for ever. Harmless when called twice.
+    """Let a class of engines whose owner steps them refuse, where their core runs in this process, what the core would,
+    and hear which requests were ended: vLLM notes a request before its core sees it, and would wait for the answer for
+    ever. Harmless when called twice.
 
     Args:
         engine: vLLM's `LLMEngine`.
@@ -184,9 +190,28 @@ def _guarded_in_front(make: Callable[..., None], engine: Any, *args: Any, **kwar
     make(engine, *args, **kwargs)
     core: Any = getattr(engine.engine_core, "engine_core", None)
     processor: Any = getattr(engine, "input_processor", None)
-    inside = core is not None and hasattr(processor, "_validate_lora")
-    if inside and engine.vllm_config.lora_config is not None:
+    if core is None:
+        return
+    _tell_ended(core)
+    if hasattr(processor, "_validate_lora") and engine.vllm_config.lora_config is not None:
         processor._validate_lora = _DoorOfCore(processor, core)
+
+
+def _tell_ended(core: Any) -> None:
+    """Have a core say with its next step which requests were ended since the last one, as cores in processes of their
+    own do by themselves."""
+    step, ended = core.step_fn, vars(core).setdefault(_ENDED, list[str]())
+
+    def telling() -> tuple[Any, bool]:
+        outputs, executed = step()
+        if ended:
+            outputs, reason = outputs or {}, internals.FinishReason.ABORT
+            said = [internals.EngineCoreOutput(name, [], finish_reason=reason) for name in ended]
+            outputs.setdefault(0, internals.EngineCoreOutputs()).outputs.extend(said)
+            ended.clear()
+        return outputs, executed
+
+    core.step_fn = telling
 
 
 class _DoorOfCore:
