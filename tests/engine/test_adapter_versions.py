@@ -69,6 +69,7 @@ class Core:
         self.scheduler = SimpleNamespace(requests={})
         self.refused: list[Any] = []
         self.called: list[Any] = []
+        self.step_fn = lambda: ({}, False)
 
     def add_request(self, request: Any, request_wave: int = 0) -> None:
         self.scheduler.requests[request.request_id] = request

@@ -27,6 +27,7 @@ import lora_merge.engine.sync
 import lora_merge.engine.vllm.session
 from lora_merge import InvalidInput, MergedWeights, PushFailed, PushRefused, UnsupportedAdapter, VllmSync
 from lora_merge.engine.adapter_versions import CONSTANT_PATH
+from lora_merge.engine.payload.adapter import AdapterSource
 from lora_merge.engine.push.planner import PushPlanner
 from lora_merge.engine.vllm.adapter import ADAPTER_ID
 from lora_merge.engine.vllm.loading.loader import Loader
@@ -637,6 +638,42 @@ def test_requests_in_flight_do_not_change_their_mode(llm: LLM) -> None:
         inside.step()
     sync.push()
     assert_answers(ask(llm, sync.lora_request()), model)
+
+
+def test_requests_that_a_push_ends_are_told_to_whoever_steps_the_engine(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In vLLM's own process nobody heard of them, and `has_unfinished_requests` said True for ever."""
+    model, inside, prompt = policy(), llm.llm_engine, {"prompt_token_ids": engines.prompts()[0]}
+    two = engines.SamplingParams(n=2, max_tokens=10, detokenize=False)
+
+    def ended() -> list[tuple[str, list[str | None]]]:
+        found = [output for _ in range(30) for output in inside.step() if output.finished]
+        assert not inside.has_unfinished_requests()
+        return [(output.request_id, [one.finish_reason for one in output.outputs]) for output in found]
+
+    sync = VllmSync(model, inside, pause="abort")
+    sync.push()
+    inside.add_request("begun", prompt, engines.GREEDY)
+    inside.add_request("twice", prompt, two)
+    inside.step()
+    inside.add_request("waits", prompt, engines.GREEDY)
+    sync.push()
+    assert dict(ended()) == {"begun": ["abort"], "twice": ["abort"], "waits": ["abort"]}
+    keeps = VllmSync(model, inside)
+
+    def broken(*args: Any) -> None:
+        raise MemoryError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AdapterSource, "fill", broken)
+        with pytest.raises(PushFailed, match="injected"):
+            keeps.push(mode="adapter")
+    assert keeps.states()[0].kind == "dirty"
+    inside.add_request("for what did not come", prompt, engines.GREEDY, lora_request=keeps.lora_request())
+    keeps.push(mode="merged")
+    assert ended() == [("for what did not come", ["abort"])]
+    assert_answers(ask(llm), model)
 
 
 def test_ctrl_c_between_an_adapter_and_the_cache_of_the_one_before(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

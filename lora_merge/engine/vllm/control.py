@@ -16,7 +16,7 @@ from ..control.base import Call, Control, Unheard, judges
 from ..control.calls import EngineGone, watched, while_alive
 from ..control.http import Answered, NoRoute, Server
 from ..control.one_server import OneServer
-from .kept_requests import core_inside, put_door
+from .kept_requests import core_inside, end_requests, put_door
 from .names import (
     ADAPTERS,
     BACKEND,
@@ -122,6 +122,9 @@ class LlmControl(Control):
                     "has_unfinished_requests() says False, or push with pause='abort'"
                 )
             mode = "keep"
+        core = core_inside(self.engine)
+        if mode == "abort" and core is not None:  # vLLM's own would tell nobody
+            end_requests(core)
         await self._call("sleep", level=0, mode=mode)
 
     async def resume(self) -> None:

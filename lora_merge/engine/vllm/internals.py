@@ -28,7 +28,7 @@ _OF_MODULES = {
     "vllm.distributed.parallel_state": ("get_tp_group",),
     "vllm.distributed.kv_transfer.kv_connector.v1.base": ("KVConnectorBase_V1",),
     "vllm.distributed.kv_transfer": ("get_kv_transfer_group", "has_kv_transfer_group"),
-    "vllm.v1.engine": ("EngineCoreRequestType",),
+    "vllm.v1.engine": ("EngineCoreRequestType", "EngineCoreOutput", "EngineCoreOutputs", "FinishReason"),
     "vllm.v1.request": ("RequestStatus",),
 }
 _WHERE = {name: module for module, names in _OF_MODULES.items() for name in names}

@@ -23,6 +23,8 @@ from .stand_in import stands_in
 
 _SERVED = "_lora_merge_served"
 """Attribute of an engine core that had adapters of this package: what requests may ask for."""
+_ENDED = "_lora_merge_ended"
+"""Attribute of an engine core in its owner's process: names of requests that were ended and not told of yet."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +105,13 @@ def end_requests_with(core: Any, ends: Callable[[int], bool]) -> None:
     )
 
 
-def end_requests(core: Any, names: list[str]) -> None:
-    """End requests of a core; their clients hear "abort"."""
+def end_requests(core: Any, names: Sequence[str] | None = None) -> None:
+    """End requests of a core, or all; their clients hear "abort"."""
+    names = [*core.scheduler.requests] if names is None else names
     ended = core.scheduler.finish_requests(names, internals.RequestStatus.FINISHED_ABORTED) if names else []
-    if ended and hasattr(core, "_send_abort_outputs"):
+    if not hasattr(core, "_send_abort_outputs"):  # in its owner's process
+        getattr(core, _ENDED, []).extend(names)
+    elif ended:
         core._send_abort_outputs(ended)
 
 
@@ -207,8 +212,8 @@ def core_inside(engine: Any) -> Any:
 
 def guard_in_front(engine: Any) -> None:
     """Let a class of engines whose owner steps them have a `Door` from the start on, where their core runs in this
-    process: vLLM notes a request before its core sees it, and would wait for the answer for ever. Harmless when called
-    twice.
+    process, and hear which requests were ended: vLLM notes a request before its core sees it, and would wait for the
+    answer for ever. Harmless when called twice.
 
     Args:
         engine: vLLM's `LLMEngine`.
@@ -221,8 +226,29 @@ def guard_in_front(engine: Any) -> None:
 @stands_in
 def _guarded_in_front(make: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
     make(engine, *args, **kwargs)
-    if core_inside(engine) is not None and engine.vllm_config.lora_config is not None:
+    core = core_inside(engine)
+    if core is None:
+        return
+    _tell_ended(core)
+    if engine.vllm_config.lora_config is not None:
         put_door(engine)
+
+
+def _tell_ended(core: Any) -> None:
+    """Have a core say with its next step which requests were ended since the last one, as cores in processes of their
+    own do by themselves."""
+    step, ended = core.step_fn, vars(core).setdefault(_ENDED, list[str]())
+
+    def telling() -> tuple[Any, bool]:
+        outputs, executed = step()
+        if ended:
+            outputs, reason = outputs or {}, internals.FinishReason.ABORT
+            said = [internals.EngineCoreOutput(name, [], finish_reason=reason) for name in ended]
+            outputs.setdefault(0, internals.EngineCoreOutputs()).outputs.extend(said)
+            ended.clear()
+        return outputs, executed
+
+    core.step_fn = telling
 
 
 def _refusal(lora: Any) -> str:
