@@ -37,7 +37,7 @@ class Seeing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hf_to_vllm_mapper = Mapper(("talker.",), ("model.", ""))
+        self.hf_to_vllm_mapper = Mapper(("talker.", "lm_head"), ("model.", ""))
         self.tower = nn.Module()
         self.tower.hf_to_vllm_mapper = Mapper(("post_norm.",))  # type: ignore[assignment]
         self.tower.config = SimpleNamespace(num_hidden_layers=3)  # type: ignore[assignment]
@@ -46,6 +46,7 @@ class Seeing(nn.Module):
         self.language_model = nn.Module()
         self.language_model.config = SimpleNamespace(num_hidden_layers=3)  # type: ignore[assignment]
         self.language_model.layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
+        self.language_model.hf_to_vllm_mapper = Mapper(("lm_head",))  # type: ignore[assignment]
 
     def get_language_model(self) -> nn.Module:
         return self.language_model
@@ -53,6 +54,9 @@ class Seeing(nn.Module):
 
 CASES = {
     "talker.head.weight": True,
+    "talker.lm_head.weight": True,
+    "lm_head.weight": False,  # Cohere's takes the embedding for it
+    "model.language_model.lm_head.weight": False,
     "model.tower.post_norm.weight": True,
     "model.tower.head.weight": True,
     "model.tower.bias": False,

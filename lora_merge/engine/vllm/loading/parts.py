@@ -25,7 +25,8 @@ _LISTED = " The available parameters belonging to "
 
 def left_out(model: nn.Module, names: Iterable[str]) -> list[str]:
     """Return those of some names that vLLM leaves out by itself: its mappers drop them (`hf_to_vllm_mapper` to None: a
-    talker, a head of a tower), or they are of layers of a tower behind the last that is computed."""
+    talker, a head of a tower), or they are of layers of a tower behind the last that is computed. A language model's
+    own head is none of them: where a class takes the embedding for it, an untied one would be missed."""
     towers = _outside(model)
     return [name for name in names if _dropped(model, name, towers)]
 
@@ -39,7 +40,7 @@ def _dropped(model: nn.Module, name: str, tower: Callable[[str], bool]) -> bool:
         map_name = getattr(getattr(module, "hf_to_vllm_mapper", None), "_map_name", None)
         mapped = rest if map_name is None else map_name(rest)
         if mapped is None:
-            return True
+            return not rest.startswith("lm_head.")
         component, _, below = mapped.partition(".")
         child = module._modules.get(component)
         if child is None:
