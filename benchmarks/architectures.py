@@ -102,12 +102,16 @@ def table(rows: Sequence[Row]) -> str:
     groups: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         merged = row.merged if row.image in ("", row.merged) else f"{row.merged}; with an image: {row.image}"
-        merged = merged if row.vllm == "right" else f"vLLM itself: {row.vllm}"
+        merged = merged if row.vllm != "right" else cell(merged)
+        if row.vllm != "right":
+            own = next(a.own for a in ARCHITECTURES if a.title == row.name)
+            own = f"vLLM itself: {own}" if own else cell(f"vLLM itself: {row.vllm}")
+            merged = f"{cell(merged)}; {own}" if merged else own
         adapter = cell(row.adapter) if row.vllm == "right" else ""
         if adapter.endswith("does not support LoRA yet."):
             adapter = "vLLM has no LoRA layers for it"
         prompts = "text, image" if row.image else "text"
-        groups.setdefault((prompts, cell(merged), adapter, f"{row.device}, {row.release}"), []).append(row.name)
+        groups.setdefault((prompts, merged, adapter, f"{row.device}, {row.release}"), []).append(row.name)
     lines = ["| architectures | prompts | merged | adapter | on, vLLM |", "|---|---|---|---|---|"]
     lines += [f"| {'; '.join(names)} | {' | '.join(results)} |" for results, names in groups.items()]
     return "\n".join(lines)

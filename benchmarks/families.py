@@ -73,6 +73,7 @@ class Architecture:
         why: what vLLM lacks on a CPU, where it is tried on a GPU alone.
         bare: pattern of the layers that get no adapter: no answer depends on them, or transformers reads their weights
             past PEFT's layer.
+        own: why vLLM's answers on a CPU are others than transformers', before any push.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Architecture:
     cpu: bool = True
     why: str = ""
     bare: str = "talker|token2wav|code2wav"
+    own: str = ""
 
     @property
     def title(self) -> str:
@@ -153,12 +155,17 @@ _DEEP = ("clip_vision_model", "siglip_vision_model")
 """Towers that lie one level deeper on the hub than in a model that transformers 5 has made."""
 
 
-def tied(name: str, tie: bool, **sizes: Any) -> Architecture:
-    return Architecture(name, sizes | {"tie_word_embeddings": tie}, label=f"{name}, {'tied' if tie else 'untied'}")
+HEADLESS = "its head is the embedding; the hub has no untied ones"
+ROTARY = "its rotary kernel takes heads for tokens"
 
 
-def moe(name: str, **sizes: Any) -> Architecture:
-    return Architecture(name, FEW | sizes, experts=True)
+def tied(name: str, tie: bool, own: str = "", **sizes: Any) -> Architecture:
+    title = f"{name}, {'tied' if tie else 'untied'}"
+    return Architecture(name, sizes | {"tie_word_embeddings": tie}, label=title, own=own)
+
+
+def moe(name: str, own: str = "", **sizes: Any) -> Architecture:
+    return Architecture(name, FEW | sizes, experts=True, own=own)
 
 
 TEXT: tuple[Architecture, ...] = (
@@ -170,13 +177,13 @@ TEXT: tuple[Architecture, ...] = (
     tied("Mistral", False),
     tied("Gemma", True, **HEAD),
     tied("Gemma2", True, **HEAD, query_pre_attn_scalar=32),
-    tied("Gemma2", False, **HEAD, query_pre_attn_scalar=32),
+    tied("Gemma2", False, HEADLESS, **HEAD, query_pre_attn_scalar=32),
     Architecture("Gemma3", HEAD | {"query_pre_attn_scalar": 32}, config="Gemma3Text"),
     Architecture("Gemma4", HEAD | {
         "global_head_dim": 32, "vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 0,
     }, config="Gemma4Text"),
     tied("Cohere", True),
-    tied("Cohere", False),
+    tied("Cohere", False, HEADLESS),
     tied("Cohere2", True),
     Architecture("Phi"),
     Architecture("Phi3"),
@@ -187,7 +194,7 @@ TEXT: tuple[Architecture, ...] = (
     Architecture("StableLm"),
     Architecture("Starcoder2"),
     Architecture("Nemotron"),
-    Architecture("Apertus"),
+    Architecture("Apertus", own="xIELU's parameters are bfloat16 in any engine"),
     Architecture("Exaone4", {"sliding_window": 64, "sliding_window_pattern": 4}),
     Architecture("Ernie4_5", HEAD),
     Architecture("Glm", HEAD),
@@ -197,7 +204,7 @@ TEXT: tuple[Architecture, ...] = (
     Architecture("Arcee"),
     Architecture("SeedOss", HEAD),
     Architecture("GPT2LMHeadModel", config="GPT2"),
-    Architecture("GPTNeoX"),
+    Architecture("GPTNeoX", own="`num_key_value_heads` of this benchmark, which the hub's configurations have not"),
     Architecture("GPTJ", {"rotary_dim": 32}),
     Architecture("Bloom"),
     Architecture("OPT", {"ffn_dim": 256, "word_embed_proj_dim": 128}),
@@ -208,7 +215,8 @@ TEXT: tuple[Architecture, ...] = (
     moe("Olmoe", num_experts=4),
     moe("GptOss", **HEAD, num_local_experts=4),
     moe("GraniteMoe", num_local_experts=4),
-    moe("Ernie4_5_Moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=64, moe_num_shared_experts=1),
+    moe("Ernie4_5_Moe", "its router leaves `e_score_correction_bias` out", moe_num_experts=4, moe_k=2,
+        moe_intermediate_size=64, moe_num_shared_experts=1),
     moe("Glm4Moe", **HEAD, n_routed_experts=4, moe_intermediate_size=64, first_k_dense_replace=1,
         n_group=1, topk_group=1),
     moe("FlexOlmo", num_experts=4),
@@ -255,12 +263,13 @@ SCAN = "Mamba-1 (`selective_scan_fwd` has no kernel)"
 
 
 def hybrid(
-    name: str, config: str = "", label: str = "", *, why: str = "", bare: str = "none", **sizes: Any
+    name: str, config: str = "", label: str = "", *, why: str = "", own: str = "", bare: str = "none", **sizes: Any
 ) -> Architecture:
     experts = bool({"num_experts", "n_routed_experts", "num_local_experts"} & {k for k, v in sizes.items() if v})
     return Architecture(
         name, FEW | sizes if experts else sizes, config, experts, label=label or name, kind="hybrid", gpu=True,
         cpu=not why, why=why, dtype="bfloat16" if "linear_num_value_heads" in sizes else "float32", bare=bare,
+        own=own,
     )  # fmt: skip
 
 
@@ -283,9 +292,9 @@ HYBRIDS: tuple[Architecture, ...] = (
     hybrid("Jamba", why=SCAN, bare="dt_proj", attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2,
            expert_layer_offset=1, num_experts=4, mamba_d_state=16, mamba_d_conv=4, mamba_expand=2, mamba_dt_rank=8,
            use_mamba_kernels=False),
-    hybrid("Lfm2", **BLOCKS, block_ff_dim=256, block_multiple_of=64, block_ffn_dim_multiplier=1.0,
+    hybrid("Lfm2", own=ROTARY, **BLOCKS, block_ff_dim=256, block_multiple_of=64, block_ffn_dim_multiplier=1.0,
            block_auto_adjust_ff_dim=False),
-    hybrid("Lfm2Moe", label="Lfm2-MoE", **BLOCKS, num_experts=4, moe_intermediate_size=64,
+    hybrid("Lfm2Moe", label="Lfm2-MoE", own=ROTARY, **BLOCKS, num_experts=4, moe_intermediate_size=64,
            num_dense_layers=1),
     hybrid("Mamba", why=SCAN, bare="out_proj|dt_proj", state_size=16),
     hybrid("KimiLinear", label="Kimi-Linear", why="not tried there", num_local_experts=4,

@@ -23,6 +23,7 @@ GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_si
 OTHER = "other answers"
 FRESH = "as a fresh engine"
 SAVED = "as a fresh engine on what save_merged writes"
+BITS = "the bits of a fresh engine on what save_merged writes"
 TOWER, LANGUAGE, NONE = "tower", "language", ""
 """Which LoRA layers an engine has."""
 
@@ -59,7 +60,9 @@ class Row:
     def fine(self) -> bool:
         """What is not right is vLLM's."""
         fits = ("right", FRESH, SAVED)
-        return (self.merged in fits and self.image in ("", *fits)) or self.vllm != "right"
+        if self.vllm != "right":
+            return not self.merged.startswith(OTHER)
+        return self.merged in fits and self.image in ("", *fits)
 
 
 class Trial:
@@ -91,9 +94,10 @@ class Trial:
         self.trained: Any = None
         self.merged: Any = None
         self.alike = False
+        self.bits: Any = None
 
     def _options(self, parallel: int) -> dict[str, Any]:
-        options: dict[str, Any] = {"load_format": "auto"}
+        options: dict[str, Any] = {"load_format": "auto", "worker_extension_cls": "weight_bits.Bits"}
         if self.device == "cuda":
             options |= {
                 "processes": True, "enforce_eager": False, "compilation_config": GRAPHS,
@@ -129,7 +133,10 @@ class Trial:
         try:
             with self.engine(self.model, "base") as llm:
                 pushed = self._push(llm)
-            if pushed and (not self.exact or self.row.merged.startswith(OTHER) or self.row.image.startswith(OTHER)):
+                self.bits = llm.collective_rpc("bits")
+            if pushed and self.row.vllm != "right":
+                self.row.merged = self._as_saved(pushed) or f"{OTHER} than a fresh engine's"
+            elif pushed and (not self.exact or self.row.merged.startswith(OTHER) or self.row.image.startswith(OTHER)):
                 self._compare(pushed)
         except Exception as error:
             self.row.vllm = short(error)
@@ -143,8 +150,7 @@ class Trial:
         row, images = self.row, self.image is not None
         before = self.asks(llm)
         row.vllm = said(lambda: self._check(before[:1], self.model)) if self.exact else "right"
-        if row.vllm != "right":
-            return []
+        own = row.vllm != "right"
         # Else (Gemma-3 on a CPU) a fresh engine is asked.
         self.alike = images and self.exact and said(lambda: self._check(before[1:], self.model)) == "right"
         self.trained = trained = adapted(self.model, self.architecture.bare)
@@ -166,7 +172,7 @@ class Trial:
             row.merged = said(push)
             if row.merged != "right":
                 return []
-            if self.exact:
+            if self.exact and not own:
                 row.merged = said(lambda: self._check(after[:1], trained))
                 row.image = said(lambda: self._check(after[1:], trained)) if self.alike else OTHER if images else ""
             if {row.merged, row.image} - {"right", ""} and not (row.image == OTHER and row.merged == "right"):
@@ -175,7 +181,7 @@ class Trial:
             row.merged = said(lambda: self._sleep(llm, sync, after))
         if not self.exact or row.image == OTHER:
             self.merged = self._merge()
-        if self.lora and row.merged == "right":
+        if self.lora and row.merged == "right" and not own:
             row.adapter = said(lambda: self._adapter(llm, sync, trained))
             if row.adapter.startswith("PushRefused") and self.architecture.kind == "image":
                 sync.close()
@@ -235,13 +241,14 @@ class Trial:
                 continue
             if alike(one, other, tolerance):
                 setattr(self.row, field, FRESH)
-            elif not self.exact and self._as_saved(pushed):
+            elif not self.exact and self._as_saved(pushed) == SAVED:
                 setattr(self.row, field, SAVED)
             else:
                 setattr(self.row, field, f"{OTHER}: {max(differences(one, other)):.1e} from a fresh engine")
 
-    def _as_saved(self, pushed: Sequence[Answers]) -> bool:
-        """Whether a fresh engine on the checkpoint that `save_merged` writes answers as the pushed one: the same bits.
+    def _as_saved(self, pushed: Sequence[Answers]) -> str:
+        """Ask a fresh engine on the checkpoint that `save_merged` writes. Return `SAVED` if it answers as the pushed
+        one, `BITS` if its parameters alone are the same, "" else.
 
         PEFT's merge differs in a rounding here and there. A router between experts that are as likely then chooses
         others: 47 of the 2 million weights of a tiny Qwen3-VL-MoE, moved by one rounding, moved log-probs by 0.008, and
@@ -255,7 +262,8 @@ class Trial:
             if self.processor is not None:
                 self.processor.save_pretrained(path)
         with self.engines.engine(self.model, path, **self.options) as llm:
-            return alike(pushed, self.asks(llm), 1e-3)
+            same = self.bits == llm.collective_rpc("bits")
+            return SAVED if alike(pushed, self.asks(llm), TOLERANCE if self.exact else 1e-3) else BITS if same else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,22 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import engines
 import pytest
+from engines import ask, assert_answers, engine, train
 from repository import ROOT
 
+from lora_merge import VllmSync
+
 SCRIPT = ROOT / "benchmarks" / "architectures.py"
+sys.path.append(str(SCRIPT.parent))
+from architectures import ARCHITECTURES  # noqa: E402
+from families import build, save  # noqa: E402
+from trials import adapted  # noqa: E402
+
+no_leftovers = engines.no_leftovers
 
 
 def python(*arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
@@ -56,3 +67,50 @@ def test_an_adapter_that_vllm_takes_apart_is_refused_before_it_is_sent(tmp_path:
     rows = {row["name"]: row for row in json.loads(record.read_text())["rows"]}
     assert rows["Glm4"]["merged"] == "right"
     assert rows["Glm4"]["adapter"].startswith("PushRefused: vLLM has no LoRA layer for model.layers.0.mlp.gate_up_proj")
+
+
+def rotary(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """Its kernel for CPUs takes the heads of queries `[tokens, heads, dim]` for tokens; PyTorch's code does not."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    patch.setattr(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_native)
+
+
+def apertus(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """xIELU's parameters are bfloat16 there."""
+    for layer in model.model.layers:
+        layer.mlp.act_fn.bfloat16()
+
+
+def ernie(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """Its router for CPUs adds no bias."""
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.moe_statics.e_score_correction_bias.data.zero_()
+
+
+CAUSES = {"Apertus": apertus, "Ernie4_5_Moe": ernie, "Lfm2": rotary, "Lfm2-MoE": rotary}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_what_vllm_does_otherwise(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it answers are the trainer's, before a push and after two: no other difference hides behind it."""
+    architecture = next(a for a in ARCHITECTURES if a.title == name)
+    model = build(architecture)
+    CAUSES[name](model, monkeypatch)
+    save(model, tmp_path / "base")
+    with engine(model, tmp_path / "base", load_format="auto") as llm:
+        assert_answers(ask(llm), model)
+        trained = adapted(model, architecture.bare)
+        sync = VllmSync(trained, llm, bucket_bytes=1 << 17)
+        for step in range(2):
+            train(trained, step)
+            sync.push(verify=True)
+            assert_answers(ask(llm), trained)
+
+
+def test_every_cause_is_known() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "architectures-cpu.json").read_text())["rows"]
+    others = {row["name"] for row in rows if row["vllm"] != "right"}
+    assert (
+        others == {a.title for a in ARCHITECTURES if a.own} == {*CAUSES, "Cohere, untied", "Gemma2, untied", "GPTNeoX"}
+    )

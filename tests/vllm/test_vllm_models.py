@@ -82,6 +82,10 @@ def test_a_head_that_the_engine_has_no_name_for(name: str, tmp_path: Path) -> No
         apart = models.with_lora(getattr(engines, name), target_modules=["embed_tokens"])
         with pytest.raises(PushRefused, match=r"lm_head\.weight is (refused|surplus)"):  # another tensor than that
             VllmSync(apart, llm).push()
+        untied = getattr(engines, name)()
+        untied.lm_head.weight = nn.Parameter(untied.lm_head.weight * 2)  # it was left out for Cohere, without a word
+        with pytest.raises(PushRefused, match=r"lm_head\.weight is (refused|surplus)"):
+            VllmSync(models.with_lora(lambda: untied, **DENSE), llm).push()
 
 
 def test_a_parameter_that_loading_makes(tmp_path: Path) -> None:
