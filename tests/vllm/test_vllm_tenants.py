@@ -25,7 +25,7 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 from lora_merge import InvalidInput, PushFailed, PushRefused, UnsupportedAdapter, VllmSync
 from lora_merge.engine.tenants import tenant_id
 from lora_merge.engine.vllm import worker as vllm_worker
-from lora_merge.engine.vllm.kept_requests import lora_merge_tenants
+from lora_merge.engine.vllm.kept_requests import lora_merge_tenants, put_door
 from lora_merge.engine.vllm.mixed_batches import _leaving, own
 from lora_merge.engine.vllm.sync import VllmSync as Sync
 
@@ -394,7 +394,7 @@ async def in_flight_scenario(llm: Any, model: Any) -> None:
     with pytest.raises(EngineGenerateError) as refused:
         await request("too late", late["a"], 10)
     assert "lora_merge/a is no tenant of this engine (any more)" in str(refused.value.__cause__)
-    llm.input_processor._validate_lora.tenants = frozenset({tenant_id("a")})  # as where another process has pushed
+    put_door(llm, tenants=[tenant_id("a")])  # as where another process has pushed
     refusal = await request("too late for the core", late["a"], 10)
     assert refusal is None or refusal.outputs[0].finish_reason == "error"
     assert_own([await request("still alone", None, 10)], model, "b", one)
