@@ -1,7 +1,7 @@
 """The logger `lora_merge`, whose children are those of the package's files (`lora_merge.engine.worker.rpc`).
 
-A line at the start of training says at INFO what was taken over; each push of a callback is a line at INFO; what goes
-wrong in an engine's worker is logged there with its trace.
+A line at the start of training says at INFO what was taken over; each push of a callback is a line at INFO, and each
+version that a server follows; what goes wrong in an engine's worker is logged there with its trace.
 
     logging.getLogger("lora_merge").setLevel(logging.WARNING)  # no lines at start
 """

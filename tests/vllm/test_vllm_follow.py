@@ -251,6 +251,9 @@ def test_a_fleet_converges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
                 expected[version] = of_policy(model)
                 until(lambda: converged(2))
                 assert answers(a) == answers(b) == expected[version]
+            assert re.findall(r" serves run7@(\d)", (tmp_path / "a.log").read_text()) == ["1", "2", "3"], (
+                "operators see it"
+            )
             # One dies, a version comes that is torn, one more that is not, and a new engine is started.
             kill(a)
             torn = url / "versions" / "00000004"

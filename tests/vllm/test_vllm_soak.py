@@ -10,6 +10,24 @@ from typing import Any
 import pytest
 import torch
 from repository import ROOT
+from trainer_benchmark import ran
+
+
+def test_a_short_soak(tmp_path: Path) -> None:
+    """An engine that follows by itself; what is torn and copied is refused, and a rollback is served."""
+    record, printed = ran("soak", tmp_path, "--minutes", "0.25", "--every", "4", limit=500)
+    assert {"commit", "command", "versions", "device_name"} <= record.keys()
+    assert not record["strange"]
+    events = [one["event"] for one in record["events"]]
+    assert events  # a slow machine comes to fewer
+    assert events == ["torn", "copied", "rollback"][: len(events)]
+    last = record["points"][-1]
+    assert last["published"] >= last["switched"] > 1
+    assert last["answers"] > 0
+    assert last["told_apart"] > 0.9 * last["tokens"] > 0
+    assert last["store_files"] <= 3 * 6 + 2  # versions that stay, the pinned one, its pin, the engine's words
+    assert last["engine"]["processes"] >= 2
+    assert f"{last['published']} versions" in printed
 
 
 def test_it_finds_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from secrets import token_hex
 from typing import Any
 
 from ...errors import InvalidInput
+from ...logs import announce
 from . import internals
 from .stand_in import stands_in
 
@@ -104,7 +105,8 @@ class Following:
                     elif kind == "tried":
                         self._loop.call_soon_threadsafe(self._note, *said)
                     else:
-                        _log.warning("%s", *said)
+                        # Not as a warning: what vLLM's server imports silences those of all loggers but its own.
+                        announce(*said)
         except (EOFError, OSError):
             if self._process is not None:
                 _log.error("%s=%s: %s", VARIABLE, self._url, _ENDED)
