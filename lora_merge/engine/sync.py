@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..choices import Cache, Lost, Merge, Mode, Pause, Rounding, Strategy, check_choice
-from ..errors import AlreadyMerged, InvalidInput, PushRefused, UnsupportedAdapter
+from ..errors import InvalidInput, PushFailed, PushRefused
 from ..models.pausing import training_of
 from ..shards.ranks import Ranks
 from ..stream.buckets import BUCKET_BYTES
@@ -306,7 +306,7 @@ class EngineSync(VersionPusher):
     ) -> SyncReport:
         mode = self._mode if mode is None else mode
         check_choice("mode", mode, Mode)
-        before = self._keep
+        before, pushed = self._keep, self._pushed
         self._keep = self._checked_keep(mode, keep)
         try:
             _check_kept(self._sequence.cache, mode)
@@ -314,8 +314,11 @@ class EngineSync(VersionPusher):
             if self.sharing is not None:
                 self.sharing.lay_again()
             report = await super()._push(mode, verify, within)
-        except (PushRefused, InvalidInput, UnsupportedAdapter, AlreadyMerged):  # every engine is as before
-            self._keep = before
+        except PushFailed:
+            raise
+        except BaseException:  # also an interrupt, which may come when all engines have what is new
+            if self._pushed is pushed:
+                self._keep = before
             raise
         if self.sharing is not None:
             self.sharing.pushed()

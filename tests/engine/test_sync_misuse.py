@@ -14,6 +14,7 @@ import models
 import pytest
 
 from lora_merge import InvalidInput, MissingExtra, PushRefused, SglangSync, VllmSync
+from lora_merge.engine.push.pusher import Pusher
 
 
 @pytest.mark.parametrize("call", [copy.copy, copy.deepcopy, pickle.dumps, lambda sync: copy.deepcopy({"a": [sync]})])
@@ -32,6 +33,20 @@ def test_generate_sets_the_adapter_by_itself() -> None:
 def test_a_server_is_asked_by_its_own_calls() -> None:
     with pytest.raises(InvalidInput, match="Ask other engines by their own calls: after push"):
         VllmSync(models.with_lora(models.qwen2), "http://127.0.0.1:9").generate("once")
+
+
+def test_an_interrupt_changes_not_how_requests_name_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests named the adapter as the push would have brought it that was interrupted in its checks."""
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    sync = VllmSync(models.with_lora(models.qwen2), "http://127.0.0.1:9", mode="adapter")
+    monkeypatch.setattr(Pusher, "_push", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sync.push(keep=2)
+    with pytest.raises(InvalidInput, match="engines keep no versions"):
+        sync.lora_request(1)
 
 
 @pytest.mark.parametrize("kind", [VllmSync, SglangSync])
