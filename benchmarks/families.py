@@ -204,7 +204,7 @@ TEXT: tuple[Architecture, ...] = (
     Architecture("Arcee"),
     Architecture("SeedOss", HEAD),
     Architecture("GPT2LMHeadModel", config="GPT2"),
-    Architecture("GPTNeoX", own="`num_key_value_heads` of this benchmark, which the hub's configurations have not"),
+    Architecture("GPTNeoX", {"num_key_value_heads": 4}),
     Architecture("GPTJ", {"rotary_dim": 32}),
     Architecture("Bloom"),
     Architecture("OPT", {"ffn_dim": 256, "word_embed_proj_dim": 128}),
