@@ -155,7 +155,7 @@ _DEEP = ("clip_vision_model", "siglip_vision_model")
 """Towers that lie one level deeper on the hub than in a model that transformers 5 has made."""
 
 
-HEADLESS = "its head is the embedding; the hub has no untied ones"
+HEADLESS = "its head is the embedding: an untied one has no place"
 ROTARY = "its rotary kernel takes heads for tokens"
 
 
