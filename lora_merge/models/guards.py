@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import AlreadyMerged
+from ..names import lineage
 from .peft.layer import TUNER_LAYER, peft_class
 
 _SAVERS = (
@@ -25,11 +26,12 @@ _SAVERS = (
     "load_adapter",
     "add_weighted_adapter",
     "inject_adapter",
-    "delete_adapter",
 )
 """Methods of transformers, PEFT, diffusers and DeepSpeed that write a checkpoint, take the adapters off, or put more
 on. (PEFT activates at its end what it has put on. Only that would be refused otherwise, and half of it would be
-there.) PEFT's layers keep theirs."""
+there.)"""
+_DELETES = "delete_adapter"
+"""A method of PEFT's models that asks for its own way back. Transformers' method of this name does without."""
 _NONE = object()
 """Stands for an attribute that a module itself does not have."""
 
@@ -59,8 +61,10 @@ def refuse_copy(*args: object, **kwargs: object) -> None:
 
 @cache
 def _refusing(kind: type) -> dict[str, Any]:
-    """Return the replacements of the methods by which modules of a class save themselves."""
-    return {n: refuse for n in _SAVERS if callable(getattr(kind, n, None))} if peft_class(kind) != TUNER_LAYER else {}
+    """Return the replacements of the methods by which modules of a class save themselves, or delete adapters."""
+    of_peft = peft_class(kind) != TUNER_LAYER and any(path.startswith("peft.") for path in lineage(kind))
+    names = [*_SAVERS, _DELETES] if of_peft else _SAVERS
+    return {name: refuse for name in names if callable(getattr(kind, name, None))}
 
 
 def guarded(modules: Sequence[nn.Module]) -> list[tuple[Sequence[nn.Module], dict[str, Any]]]:

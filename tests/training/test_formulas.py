@@ -451,18 +451,30 @@ def test_compiled_models(name: str) -> None:
 
 
 def test_scalings_are_those_of_the_merge() -> None:
-    """A layer that is called by itself after `set_scale`: forward and backward keep to what is merged."""
+    """A layer that is called by itself after `set_scale`: forward and backward have the new one, as in a new training.
+    A forward before `set_scale` keeps to what was merged then."""
     model = MODELS["bias"](torch.float32)
     layer: Any = next(iter(layers_of(model).values()))
     x = torch.randn(3, layer.in_features)
+
+    def called() -> dict[str, Tensor]:
+        model.zero_grad()
+        result = layer(x)
+        result.sum().backward()
+        return {"result": result.detach()} | gradients(model)
+
     with train_merged(model):
         loss_of(model)
-        wanted = layer(x)
-        wanted.sum().backward()
-        before = gradients(model)
+        before = called()
         model.zero_grad()
+        early = layer(x)
         layer.set_scale("default", 9.0)
-        assert_same_bits(layer(x), wanted)
-        layer(x).sum().backward()
-    for name, gradient in gradients(model).items():
-        assert_same_bits(gradient, before[name], name)
+        early.sum().backward()
+        for name, gradient in gradients(model).items():
+            assert_same_bits(gradient, before[name], name)
+        got = called()
+    with train_merged(model):
+        loss_of(model)
+        for name, wanted in called().items():
+            assert_same_bits(got[name], wanted, name)
+    assert not torch.equal(got["result"], before["result"])
