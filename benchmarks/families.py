@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,7 @@ class Architecture:
         bare: pattern of the layers that get no adapter: no answer depends on them, or transformers reads their weights
             past PEFT's layer.
         own: why vLLM's answers on a CPU are others than transformers', before any push.
+        large: made on the GPU: random numbers of a CPU take minutes.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Architecture:
     why: str = ""
     bare: str = "talker|token2wav|code2wav"
     own: str = ""
+    large: bool = False
 
     @property
     def title(self) -> str:
@@ -99,8 +101,11 @@ class Architecture:
 
 
 def build(architecture: Architecture) -> Any:
-    """Make the model, on the CPU, with no parameter at the value that it starts with: a bias of zeros would be right by
+    """Make the model, with no parameter at the value that it starts with: a bias of zeros would be right by
     accident."""
+    if architecture.large:
+        with torch.device("cuda"):
+            return build(replace(architecture, large=False))
     import transformers
 
     torch.manual_seed(0)

@@ -322,5 +322,6 @@ SEEN: Sequence[Architecture] = (
     _internvl(),
     _glm(False),
     _glm(True),
-    qwen2_5_vl("Qwen2.5-VL-7B, whole", WHOLE, WHOLE_VISION, cpu=False, why="8 billion weights"),
+    qwen2_5_vl("Qwen2.5-VL-7B, whole", WHOLE, WHOLE_VISION, cpu=False, why="8 billion weights",
+        large=True),
 )  # fmt: skip

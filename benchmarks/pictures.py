@@ -65,7 +65,7 @@ def _gigabytes(n: int) -> str:
 
 def rows() -> Iterator[tuple[str, str, str]]:
     """What and in which setting, the usual way, lora_merge."""
-    rollout, step = read("rollout-h200"), read("step-h100")
+    rollout, step = read("rollout-h200"), read("step-h200")
     tokens = {name: way["tokens_s"] for name, way in rollout["ways"].items()}
 
     def share(way: str) -> str:
@@ -80,9 +80,9 @@ def rows() -> Iterator[tuple[str, str, str]]:
     )
     seconds = {name: sum(way["seconds"].values()) for name, way in step["ways"].items()}
     yield (
-        f"**GRPO step**: TRL, {step['completions']} answers of {step['new_tokens']} tokens (H100)",
+        f"**GRPO step**: TRL, {step['completions']} answers of {step['new_tokens']} tokens (H200)",
         f"TRL's merge {seconds['trl']:.2f} s, LoRA path {seconds['adapter']:.2f} s",
-        f"**{seconds['merged']:.2f} s**",
+        f"{seconds['merged']:.2f} s; trained merged **{seconds['trained']:.2f} s**",
     )
     whole = next(c for c in read("train-h200")["cases"] if (c["part"], c["adapters"]) == ("whole", "fp32"))
     trained = {name: ms(way["step_ms"]) for name, way in whole["ways"].items()}
@@ -344,7 +344,7 @@ def lines_of(record: Record) -> dict[str, list[tuple[int, float]]]:
 
 WAITING = {
     "rollout.png": ("rollout", "rollout-h200"),
-    "step.png": ("step", "step-h100"),
+    "step.png": ("step", "step-h200"),
     "step-x2.png": ("step", "step-h200-x2"),
     "grpo.png": ("grpo", "grpo-h200"),
     "train.png": ("train", "train-h200"),

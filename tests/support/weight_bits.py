@@ -18,10 +18,11 @@ def bits_of(tensor: Tensor) -> str:
 class Bits(first_calls.Settled):
     """Methods for `collective_rpc`."""
 
-    def bits(self) -> dict[str, str]:
-        """A digest of each parameter's bits."""
-        named = self.get_model().named_parameters()  # type: ignore[attr-defined]
-        return {name: bits_of(parameter) for name, parameter in named}
+    def bits(self, buffers: bool = False) -> dict[str, str]:
+        """A digest of each parameter's bits, and of each buffer's."""
+        model = self.get_model()  # type: ignore[attr-defined]
+        named = dict(model.named_parameters()) | (dict(model.named_buffers()) if buffers else {})
+        return {name: bits_of(tensor) for name, tensor in named.items()}
 
     def allocated(self) -> int:
         """Bytes of tensors on this worker's GPU."""

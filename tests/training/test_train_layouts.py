@@ -136,7 +136,8 @@ def check(wrap: Wrap, rank: int, exact: bool = True) -> None:
     before = bases(model)
     training = train_merged(model)
     # Not Adam, whose first steps make as much of a small gradient's rounding as of a large one.
-    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.1, foreach=False) for m in (peft, model)]
+    trained = [[p for p in m.parameters() if p.requires_grad] for m in (peft, model)]
+    optimizers = [torch.optim.SGD(parameters, 0.1, foreach=False) for parameters in trained]
     for step in range(2):
         for micro in range(2):
             losses = []
