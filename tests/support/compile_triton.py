@@ -89,7 +89,7 @@ def main() -> None:
         check_weights(ptx)
         assert any(name in ptx for name in MATRIX), options
         assert ("prefetch.global.L2" in ptx) == (AMD is None), options
-    tracked_assembly([make_segment(str(t), 9, 37, 5, (t, t, t, t), CPU) for t in (B, H, F)])
+    tracked_assembly([make_segment(str(t), 9, 37, 5, (t, t, t, t), CPU) for t in (B, F)])
     s = aligned[1]
     dora = Segment(s.name, s.source, s.destination, s.lora_A, s.lora_B, 1.0, torch.ones(64))
     for variant in backend.prepare([dora], CPU)._norm_variants[0]:
