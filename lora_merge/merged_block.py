@@ -345,7 +345,7 @@ class _Restore:
         for moved, lost, cut_off in found:
             self._put(moved)
             with noted(self._errors):
-                self._check_places(lost, "Parameter", "parameters")
+                self._check_places(lost, "Parameter, or none,", "parameters")
             with noted(self._errors):
                 self._check_places(cut_off, "module", "modules")
         if self._errors:
@@ -389,9 +389,9 @@ class _Restore:
             told = {name for name in lost if isinstance(name, str)}
             names = self._names(lambda place: any(place in span for span in spans)) or ", ".join(sorted(told))
             raise NotRestored(
-                f"{names}: another {what} took their place inside merged() and holds what "
-                "was there then, merged or not; the base came back to those that were there before. Load these weights "
-                f"again, and replace {those} outside of the block"
+                f"{names}: another {what} took their place inside merged(), and only those that were there before get "
+                "the base back. What lies in memory of its own was put there inside, merged or not: load that again. "
+                f"What lies in theirs is as theirs. Replace {those} outside of the block"
             )
 
     def _spans(self, which: Iterable[bool]) -> list[range]:

@@ -76,8 +76,8 @@ class EngineSync(VersionPusher):
         _check_kept(cache, mode)
         if cache == "keep" and share:
             raise InvalidInput(
-                "share=True lets the trainer write to the engine's weights between two pushes, and what they have "
-                "computed meanwhile is not known: nothing can be kept of it. Leave out cache='keep', or share"
+                "share=True lets the trainer write to the engine's weights between two pushes, so which weights "
+                "computed a cached block is unknown, and none can be kept: leave out cache='keep', or share"
             )
         engines = engine if isinstance(engine, list | tuple) else [] if engine is None else [engine]
         self._require(engines)
@@ -128,8 +128,8 @@ class EngineSync(VersionPusher):
         """Refuse to be copied or pickled, as `copy` and `pickle` ask for it."""
         name = type(self).__name__
         raise InvalidInput(
-            f"a {name} is neither copied nor pickled: it holds a handle of its engine, and knows what that was sent. "
-            f"Copy the model alone; where another {name} is needed, make it there, of model and engine"
+            f"a {name} cannot be copied or pickled: it holds a handle of its engine and a record of what was pushed. "
+            f"Copy the model alone; where another {name} is needed, make it there from model and engine"
         )
 
     @staticmethod

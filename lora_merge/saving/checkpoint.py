@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from ..extras import needed
 from ..kernels.segments import FLOATS
 from ..models.peft.files import CONFIG as ADAPTER_CONFIG
 from ..models.peft.files import PICKLED as ADAPTER_PICKLED
+from ..models.peft.files import same_bits
 from ..stream.buckets import dtype_name
 from .chunks import Buffer, Rows, Take
 from .format import Stored, as_bytes, read_header, read_into
@@ -314,37 +317,62 @@ def _files(folder: Path, names: list[str], index: Mapping[str, Any] | None, *, p
         )
     tensors: dict[str, Stored] = {}
     pickled: dict[str, Tensor] = {}
-    files: dict[str, tuple[str, ...]] = {}
     metadata: dict[str, str] = {}
     for file in names:
+        held = _pickled(folder / file) if pickles else {}
         if pickles:
-            held = _pickled(folder / file)
-            pickled |= held
             found = [Stored(name, value.dtype, tuple(value.shape), folder / file, 0) for name, value in held.items()]
-            # transformers' own names for the same shards in the other format.
-            file = file.replace("pytorch_model", "model", 1).removesuffix(".bin") + ".safetensors"
         else:
             with readable(folder / file):
                 header = read_header(folder / file)
             found = list(header.tensors)
             metadata |= header.metadata
-            twice = next((stored.name for stored in found if stored.name in tensors), None)
-            if twice is not None:
+        for stored in found:
+            first = tensors.get(stored.name)
+            if first is not None and not same_bits(_mapped(first, pickled), _mapped(stored, held)):
                 raise InvalidInput(
-                    f"{folder}: {twice} is in {tensors[twice].file.name} and in {file}: the checkpoint is broken; "
-                    "download or save it again"
+                    f"{folder}: {stored.name} is in {first.file.name} and, with other bits, in {file}: the checkpoint "
+                    "is broken; download or save it again"
                 )
-        tensors |= {stored.name: stored for stored in found}
-        files[file] = tuple(stored.name for stored in found)
-    absent = sorted(set(placed) - set(tensors))
+            if first is None or placed.get(stored.name) == file:
+                tensors[stored.name] = stored
+        pickled |= held
+    inside: dict[str, list[str]] = {file: [] for file in names}
+    for name, stored in tensors.items():
+        inside[stored.file.name].append(name)
+    if pickles:  # transformers' own names for the same shards in the other format
+        inside = {
+            file.replace("pytorch_model", "model", 1).removesuffix(".bin") + ".safetensors": its
+            for file, its in inside.items()
+        }
+    absent = sorted(name for name, file in placed.items() if name not in tensors or tensors[name].file.name != file)
     if absent:
+        other = tensors.get(absent[0])
         raise InvalidInput(
-            f"{folder}: the index says that {absent[0]} is in {placed[absent[0]]}, which does not hold it ("
-            f"{len(absent)} such tensors); fetch the base again"
+            f"{folder}: the index says that {absent[0]} is in {placed[absent[0]]}, which does not hold it"
+            f"{f'; {other.file.name} does' if other else ''} ({len(absent)} such tensors): index and files are not of "
+            "one checkpoint; fetch the base again"
         )
     said = None if index is None else {key: value for key, value in index.items() if key != "weight_map"}
+    files = {file: tuple(its) for file, its in inside.items()}
     known = {"tensors": tensors, "files": files, "metadata": metadata or {"format": "pt"}}
     return {**known, "index": said, "_pickled": pickled}
+
+
+def _mapped(stored: Stored, pickled: Mapping[str, Tensor]) -> Tensor:
+    """Return a tensor as it lies in its file; what is not read takes no memory.
+
+    Args:
+        pickled: the tensors of its file, if that is of `torch.save`.
+    """
+    if stored.name in pickled:
+        return pickled[stored.name]
+    with readable(stored.file), stored.file.open("rb") as opened:
+        memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)  # read-only memory would have torch warn
+    count = prod(stored.shape)
+    if not count:
+        return torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+    return torch.frombuffer(memory, dtype=stored.dtype, count=count, offset=stored.begin).view(stored.shape)
 
 
 def _pickled(file: Path) -> dict[str, Tensor]:

@@ -227,8 +227,8 @@ def _around(model: Any, tensors: Sequence[Meta]) -> str:
     name, _ = _pretrained(model)
     if name and (others := [wanted.name for wanted in tensors if not wanted.name.startswith(f"{name}.")]):
         raise InvalidInput(
-            f"model: {others[0]} lies beside the model of transformers ({name}), whose config.json has no place for "
-            "it: pass that one alone"
+            f"model: {others[0]} lies outside of the model of transformers ({name}), whose config.json has no place "
+            f"for it: pass {name} alone"
         )
     return f"{name}." if name else ""
 

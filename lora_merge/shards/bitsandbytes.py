@@ -261,8 +261,8 @@ def _trained_plain(owner: Any, weight: Any) -> bool:
 def _int8(name: str, owner: Any, weight: Any) -> Codes:
     if _trained_plain(owner, weight) and hasattr(owner, "state"):
         raise InvalidInput(
-            f"{name}: has_fp16_weights=True: each forward quantises the weight anew, so that no weight is what "
-            "the policy multiplies with; make the layer with has_fp16_weights=False"
+            f"{name}: has_fp16_weights=True: each forward quantises the weight anew, and the policy multiplies with no "
+            "fixed weight; make the layer with has_fp16_weights=False"
         )
     if hasattr(weight, "_local_tensor"):
         raise InvalidInput(

@@ -90,8 +90,8 @@ def _check_order(kind: str, flat: Any) -> None:
             )
         if part is not None:
             raise InvalidInput(
-                f"{name} of an FSDP1 unit ({kind}) is a DTensor (tensor parallelism), of which FSDP1 knows the local "
-                "part only: use FSDP2"
+                f"{name} of an FSDP1 unit ({kind}) is a DTensor (tensor parallelism), and FSDP1 knows only the local "
+                "part of it: use FSDP2"
             )
 
 

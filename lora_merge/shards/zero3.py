@@ -74,9 +74,9 @@ def shard_of(name: str, parameter: Any) -> Shard:
     mine = partition.detach()[: max(min(partition.ds_numel, count - begin), 0)]
     if _differs(parameter, begin, mine):
         raise InvalidInput(
-            f"{name}: was written to while DeepSpeed ZeRO-3 had it gathered; the partitions, which are what is trained "
-            "and merged, have not seen that: write inside of deepspeed.zero.GatheredParameters with modifier_rank=0, "
-            "and leave that"
+            f"{name} was written to while DeepSpeed ZeRO-3 had it gathered, and its partitions, which are trained and "
+            "merged, do not have that write: write inside deepspeed.zero.GatheredParameters with modifier_rank=0, and "
+            "leave that block"
         )
     pieces = tuple(flat_pieces(shape, begin, mine))
     return Shard(shape, partition.dtype, partition.device, pieces, sum(p.tensor.numel() for p in pieces) == count)

@@ -41,8 +41,8 @@ def check_trainable(model: nn.Module, rounding: Rounding = "nearest") -> dict[nn
         for acts in layers.values():
             if rounding == "stochastic" and any(w.dtype == torch.float32 and w.ndim > 1 for w in acts.weights):
                 raise InvalidInput(
-                    f"{acts.name}.weight is float32, of which rounding={rounding!r} rounds nothing: what is served in "
-                    "16 bits would not be what is trained. Keep the base in bfloat16, or train and push with "
+                    f"{acts.name}.weight is float32, which rounding={rounding!r} does not round: what is served in 16 "
+                    "bits would not be what is trained. Keep the base in bfloat16, or train and push with "
                     'rounding="nearest"'
                 )
         whole.weights(whole.adapters()[1])

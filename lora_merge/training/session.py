@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
@@ -437,7 +437,8 @@ def _merged(layers: dict[nn.Module, Acting], number: int, known: _Merged | None 
     """
     if known is None:
         adapters = list({id(p): p for found in layers.values() for p in found.parameters}.values())
-        weights = tuple(_weights(layers))
+        bases = (w for found in layers.values() if found.adapters for w in found.weights if not w.is_inference())
+        weights = tuple({id(w): w for w in bases}.values())
     else:
         adapters, weights = known.adapters, known.weights
     versions, outside = list(map(_VERSION, adapters)), tuple(map(_VERSION, weights))
@@ -492,12 +493,3 @@ def train_merged(model: nn.Module, *, rounding: Rounding = "nearest") -> Trainin
         UnsupportedAdapter: an adapter that cannot be trained so, or not merged at all. Nothing was changed.
     """
     return Training(model, rounding)
-
-
-def _weights(layers: dict[nn.Module, Acting]) -> Iterator[Tensor]:
-    seen: set[int] = set()
-    for found in layers.values():
-        for weight in found.weights if found.adapters else ():
-            if id(weight) not in seen and not weight.is_inference():
-                seen.add(id(weight))
-                yield weight

@@ -298,7 +298,7 @@ def test_who_has_lost_an_engine_leaves_its_door_as_it_is() -> None:
     ("answer", "refusal"),
     [
         (Answered("http://host/v1/unload_lora_adapter", 400, "'lora_name' needs to be provided"), ""),
-        (NoRoute("404"), r"lets nobody name adapters at run time: .*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.*private"),
+        (NoRoute("404"), r"takes no adapters at run time: .*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.*private"),
         (None, "takes off an adapter without a name"),
     ],
 )

@@ -20,7 +20,7 @@ from lora_merge.engine.push.pusher import Pusher
 @pytest.mark.parametrize("call", [copy.copy, copy.deepcopy, pickle.dumps, lambda sync: copy.deepcopy({"a": [sync]})])
 def test_it_is_neither_copied_nor_pickled(call: Callable[[Any], object]) -> None:
     sync = SglangSync(models.with_lora(models.qwen2), "http://127.0.0.1:9")
-    with pytest.raises(InvalidInput, match=r"a SglangSync is neither copied nor pickled: .* make it there"):
+    with pytest.raises(InvalidInput, match=r"a SglangSync cannot be copied or pickled: .* make it there"):
         call(sync)
 
 

@@ -11,10 +11,11 @@ import models
 import pytest
 import torch
 from checkpoints import assert_same, tensors
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_merge import InvalidInput, merge_checkpoint
+from lora_merge.saving.inspect import inspect_adapter
 
 KEY = "base_model.model.model."
 """What names of parameters of a PeftModel begin with, which ms-swift and LLaVA write."""
@@ -96,7 +97,15 @@ def test_what_cannot_be_placed_is_refused(saved: tuple[Path, Path, dict[str, Ten
             ({"extra.bin": {f"{KEY}norm.weight": torch.rand(3)}}, r"norm.weight as \[3\], and the base has \[32\]"),
             (
                 {"a.pt": {f"{KEY}norm.weight": torch.rand(32)}, "b.pt": {f"{KEY}norm.weight": torch.rand(32)}},
-                "other va",
+                "norm.weight is in a.pt and, with other bits, in b.pt",
+            ),
+            (
+                {f"model-0000{i}-of-00002.safetensors": {f"{KEY}norm.weight": torch.rand(32)} for i in (1, 2)},
+                "norm.weight is in model-00002-of-00002.safetensors and, with other bits, in another file",
+            ),
+            (
+                {"a.pt": {f"{KEY}norm.weight": torch.ones(32)}, "b.pt": {f"{KEY}norm.weight": torch.ones(32).half()}},
+                "other bits",
             ),
             ({"q.pt": {f"{KEY}layers.0.self_attn.q_proj.weight": torch.rand(32, 32)}}, "the adapter changes, too"),
         ]
@@ -104,3 +113,26 @@ def test_what_cannot_be_placed_is_refused(saved: tuple[Path, Path, dict[str, Ten
         folder = beside(adapter, tmp_path / f"a{number}", files)
         with checkpoints.nothing_left(tmp_path), pytest.raises(InvalidInput, match=match):
             merge_checkpoint(base, folder, tmp_path / "out")
+
+
+def test_an_adapter_that_is_there_in_both_formats(saved: tuple[Path, Path, dict[str, Tensor]], tmp_path: Path) -> None:
+    """PEFT reads the first of them, whichever is the newer: they hold the same, or nobody knows which one is meant."""
+    base, adapter, merged = saved
+    held = load_file(adapter / "adapter_model.safetensors")
+    first = min(held)
+    merge_checkpoint(base, beside(adapter, tmp_path / "same", {"adapter_model.bin": held}), tmp_path / "out")
+    assert_same(tensors(tmp_path / "out"), merged)
+    for number, (other, told) in enumerate(
+        [
+            (held | {first: held[first] + 1}, f"{first} has other bits in the second"),
+            ({n: t for n, t in held.items() if n != first}, f"adapter_model.bin does not hold {first}"),
+            (held | {"a.weight": torch.ones(1)}, "adapter_model.safetensors does not hold a.weight"),
+            ("no file of torch", "which cannot be read"),
+        ]
+    ):
+        folder = beside(adapter, tmp_path / f"a{number}", {"adapter_model.bin": other})
+        for call in (lambda f=folder: merge_checkpoint(base, f, tmp_path / "o"), lambda f=folder: inspect_adapter(f)):
+            with pytest.raises(InvalidInput, match=r"adapter_model\.safetensors.* and .*adapter_model\.bin") as error:
+                call()
+            assert told in str(error.value)
+            assert "move the file that is not meant" in str(error.value)

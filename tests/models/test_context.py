@@ -425,6 +425,22 @@ def test_another_parameter_inside(way: str, again: bool) -> None:
     assert_same_bits(before, bits, "the parameter that was there before")
 
 
+def test_a_parameter_inside_that_shares_its_memory_or_is_gone() -> None:
+    """What is said fits: values in the same memory are the base's again, and of none there is nothing to load."""
+    for other in (lambda weight: nn.Parameter(weight.data), lambda weight: None):
+        model = models.with_lora(models.qwen2)
+        linear = model.base_model.model.model.layers[1].mlp.down_proj.base_layer
+        before, bits = linear.weight, linear.weight.detach().clone()
+        told = (
+            r"another Parameter, or none, took their place .*only those that were there before get the base back\. "
+            r"What lies in memory of its own was put there inside, merged or not: load that again\. "
+        )
+        with pytest.raises(NotRestored, match=told), merged(model):
+            linear.weight = other(linear.weight)
+        for there in (before, linear.weight):
+            assert_same_bits(before if there is None else there, bits, "what holds the memory")
+
+
 def test_memory_given_back_inside() -> None:
     """Nothing is written to an address that is somebody else's now."""
     model = models.with_lora(models.qwen2)

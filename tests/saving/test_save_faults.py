@@ -47,7 +47,17 @@ def _cut_short(base: Path, adapter: Path) -> None:
 
 
 def _twice(base: Path, adapter: Path) -> None:
-    shutil.copy(base / "model-00002-of-00005.safetensors", base / "model-00003-of-00005.safetensors")
+    one, other = (base / f"model-0000{i}-of-00005.safetensors" for i in (2, 3))
+    first, value = next(iter(load_file(one).items()))
+    save_file(load_file(other) | {first: value + 1}, other, {"format": "pt"})
+
+
+def _moved(base: Path, adapter: Path) -> None:
+    index = _index(base)
+    files = index["weight_map"]
+    name = next(name for name, file in files.items() if "00002" in file)
+    index["weight_map"] = files | {name: "model-00003-of-00005.safetensors"}
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def _pointer(base: Path, adapter: Path) -> None:
@@ -189,7 +199,14 @@ BROKEN: dict[str, tuple[Any, str]] = {
         r"says that model\.layers\.7\.gone\.weight is in .*does not hold it",
     ),
     "a shard is cut short": (_cut_short, r"model-00002-of-00005\.safetensors is cut short: .* should end at byte"),
-    "a tensor is there twice": (_twice, r"is in model-0000[23]-of-00005\.safetensors and in model-0000[23]"),
+    "a tensor is there twice": (
+        _twice,
+        r"is in model-0000[23]-of-00005\.safetensors and, with other bits, in model-0000[23]",
+    ),
+    "the index names another shard": (
+        _moved,
+        r"in model-00003-of-00005\.safetensors, which does not hold it; model-00002.* does \(1 such",
+    ),
     "a pointer of Git LFS": (_pointer, "Git LFS pointer"),
     "quantised by its config": (
         lambda b, a: _rewrite(b / "config.json", quantization_config={"quant_method": "gptq"}),

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 TEXT = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 SEEN = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 IDS = {token: 256 + i for i, token in enumerate([*TEXT, *SEEN])}
+OMNI = ["<|vision_bos|>", "<|vision_eos|>", "<|IMAGE|>", "<|VIDEO|>", "<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>"]
+OMNI_IDS = {token: 256 + i for i, token in enumerate([*TEXT, *OMNI])}
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
@@ -64,19 +66,36 @@ def _qwen3_5() -> nn.Module:
     return Qwen3_5ForConditionalGeneration(config)
 
 
+def _qwen2_5_omni() -> nn.Module:
+    """A tower that sees, one that hears, and a language model: the thinker, without what talks."""
+    from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
+
+    kinds = {"image": "IMAGE", "video": "VIDEO", "audio": "AUDIO"}
+    ids = {f"{kind}_token_{key}": OMNI_IDS[f"<|{t}|>"] for kind, t in kinds.items() for key in ("id", "index")}
+    starts = {f"{kind}_{end}_token_id": OMNI_IDS[f"<|{kind}_{token}|>"]
+              for kind in ("vision", "audio") for end, token in (("start", "bos"), ("end", "eos"))}  # fmt: skip
+    audio = {"encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 128, "d_model": 128,
+             "output_dim": 128, "n_window": 50}  # fmt: skip
+    text = _TEXT | {"vocab_size": 256 + len(OMNI_IDS), "rope_parameters": _ROPE}
+    thinker = {"text_config": text, "audio_config": audio,
+               "vision_config": _VISION | {"depth": 2, "fullatt_block_indexes": [1]}}  # fmt: skip
+    config = Qwen2_5OmniConfig(thinker_config=thinker | ids | starts, enable_audio_output=False)
+    return Qwen2_5OmniForConditionalGeneration(config)
+
+
 _MODELS: dict[str, Callable[[], nn.Module]] = {
-    "qwen2_5_vl": _qwen2_5_vl, "qwen3_vl": _qwen3_vl, "qwen3_5": _qwen3_5,
+    "qwen2_5_vl": _qwen2_5_vl, "qwen3_vl": _qwen3_vl, "qwen3_5": _qwen3_5, "qwen2_5_omni": _qwen2_5_omni,
 }  # fmt: skip
 
 
-def tokenizer() -> Any:
+def tokenizer(ids: Mapping[str, int] = IDS, **more: str) -> Any:
     """Return one of bytes."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2TokenizerFast
 
-    vocabulary = {character: i for i, character in enumerate(sorted(ByteLevel.alphabet()))} | IDS
-    names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
-    return Qwen2TokenizerFast(vocab=vocabulary, merges=[], extra_special_tokens=list(IDS), **names)
+    vocabulary = {character: i for i, character in enumerate(sorted(ByteLevel.alphabet()))} | dict(ids)
+    names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": "<|endoftext|>"} | more
+    return Qwen2TokenizerFast(vocab=vocabulary, merges=[], extra_special_tokens=list(ids), **names)
 
 
 def processor(kind: str) -> Any:
@@ -84,6 +103,12 @@ def processor(kind: str) -> Any:
     import transformers
 
     pixels: dict[str, Any] = {"size": {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}}
+    if kind == "qwen2_5_omni":
+        names = {f"{token.strip('<|>').lower()}_token": token for token in OMNI}
+        return transformers.Qwen2_5OmniProcessor(
+            transformers.Qwen2VLImageProcessor(**pixels), transformers.Qwen2VLVideoProcessor(),
+            transformers.WhisperFeatureExtractor(feature_size=128), tokenizer(OMNI_IDS, **names), chat_template=CHAT,
+        )  # fmt: skip
     if kind == "qwen2_5_vl":
         made, video = transformers.Qwen2_5_VLProcessor, transformers.Qwen2VLVideoProcessor()
     else:
@@ -97,13 +122,14 @@ def model(kind: str) -> nn.Module:
     part of an image: no trainer could go on from there."""
     torch.manual_seed(0)
     made = _MODELS[kind]()
+    said = getattr(made, "thinker", made)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
-            if parameter.dim() > 1 and "visual" not in name:
+            if parameter.dim() > 1 and "visual" not in name and "audio" not in name:
                 parameter *= 8
         # One feature is the same for all tokens, larger than what layers and adapters add, and tells the head so.
-        made.get_input_embeddings().weight[:, 0] = 30
-        made.get_output_embeddings().weight[[IDS[token] for token in SEEN], 0] = -6
+        said.get_input_embeddings().weight[:, 0] = 30
+        said.get_output_embeddings().weight[256 + len(TEXT) :, 0] = -6
     return made
 
 
@@ -112,6 +138,8 @@ def checkpoint(kind: str, folder: Path, dtype: torch.dtype | None = None) -> Pat
     made = model(kind)
     made.to(dtype or (torch.bfloat16 if kind == "qwen3_5" else torch.float32)).save_pretrained(folder)
     processor(kind).save_pretrained(folder)
+    if kind == "qwen2_5_omni":
+        torch.save({}, folder / "spk_dict.pt")  # transformers reads voices from there, whether it talks or not
     return folder
 
 

@@ -135,6 +135,9 @@ def training(line: Sequence[str], watch: Callable[[Any], None] | None = None) ->
 
     kept: list[Any] = []
     before = dict(os.environ)
+    # Each training imports the plugin, as the first of a process does: LORA_MERGE is read there.
+    for name in [name for name, m in sys.modules.items() if getattr(m, "__file__", None) == str(PLUGIN)]:
+        del sys.modules[name]
     # As torchrun would: swift sets these by itself for GRPO only, and vLLM wants them in every rank's engine.
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port()}

@@ -130,5 +130,5 @@ def refused(rank: int, folder: Path) -> None:
             engine_of(folder / "model", **changes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LORA_MERGE_ROUNDING", "stochastic")
-        with pytest.raises(TrainerRefused, match="float32, of which rounding='stochastic' rounds nothing"):
+        with pytest.raises(TrainerRefused, match="float32, which rounding='stochastic' does not round"):
             engine_of(folder / "model")

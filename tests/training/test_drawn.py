@@ -150,7 +150,7 @@ def test_another_rounding_is_refused(trained: str, served: str) -> None:
 
 
 def test_refused() -> None:
-    with pytest.raises(InvalidInput, match=r"q_proj.weight is float32, of which rounding='stochastic' rounds nothing"):
+    with pytest.raises(InvalidInput, match=r"q_proj.weight is float32, which rounding='stochastic' does not round"):
         train_merged(adapted(models.qwen2, target_modules=["q_proj"]), rounding="stochastic")
     with pytest.raises(InvalidInput, match="rounding must be one of nearest, stochastic, got 'up'"):
         train_merged(DRAWN["bfloat16"](), rounding="up")

@@ -190,7 +190,7 @@ def test_what_has_not(folder: Path) -> None:
 
 
 def test_weights_of_which_nothing_is_known() -> None:
-    with pytest.raises(RuntimeError, match="was not noted when it was started"):
+    with pytest.raises(RuntimeError, match="did not note at its start which files"):
         loaded_files.check_unchanged(Model(), "the folder")
 
 

@@ -18,7 +18,7 @@ from ..messages import WorkerInfo
 from ..transport.liveness import error_text
 from ..transport.peer_memory import DirectWriteSet, MappedMemory, direct, united
 from ..transport.rendezvous import interface
-from ..transport.routing import TRANSPORTS, Route, WorkerId, assign, clash, introduction
+from ..transport.routing import TRANSPORTS, Route, WorkerId, assign, clash, in_process, introduction, without_buckets
 from ..transport.sender import Sender
 from .ranks import Ended, TrainerRanks
 from .replica import Replica, workers_of
@@ -84,7 +84,7 @@ class Trainer(TrainerRanks):
         await self.unmap(source.digest)
         trainers = await self.gather(self.introduced(source))
         serving = assign(trainers, _introductions(replicas))
-        away = {place: rank for place, (rank, kind) in serving.items() if kind != "local"}
+        away = {place: rank for place, (rank, kind) in serving.items() if not in_process(kind)}
         workers = workers_of(replicas)
         # What each worker in another process exports, on every rank.
         asked = [r for r in replicas if any((r.index, w) in away for w in range(len(r.workers)))]
@@ -160,7 +160,8 @@ class Trainer(TrainerRanks):
         workers = workers_of(replicas)
         open_ = {place: worker.session for place, worker in workers.items()}
         separate = separate and sent
-        enough = not sent or (self._nbytes >= nbytes and all(kind != "write" for _, kind in self._places.values()))
+        for_buckets = all(kind != without_buckets() for _, kind in self._places.values())
+        enough = not sent or (self._nbytes >= nbytes and for_buckets)
         if open_ == self._sessions and enough and separate == self._separate:
             return
         await self.close_channels()
@@ -168,7 +169,9 @@ class Trainer(TrainerRanks):
         trainers = await self.gather(introduction(device))
         places = assign(trainers, _introductions(replicas), separate)
         if not sent:
-            places = {at: (rank, kind if kind == "local" else "write") for at, (rank, kind) in places.items()}
+            places = {
+                at: (rank, kind if in_process(kind) else without_buckets()) for at, (rank, kind) in places.items()
+            }
         if why := clash(trainers[0], _introductions(replicas), {at: kind for at, (_, kind) in places.items()}):
             raise PushRefused(f"no channel to the engine: {why}")
         try:
@@ -254,9 +257,9 @@ class Trainer(TrainerRanks):
 
     def kinds(self, route: Route) -> tuple[str, ...]:
         """Return the names of the transports that a transfer takes."""
-        used = {kind for _, kind in self._places.values() if kind == "local" or route.sent}
-        away = any(kind != "local" for _, kind in self._places.values())
-        return tuple(sorted(used | ({"write"} if route.placed and away else set())))
+        used = {kind for _, kind in self._places.values() if in_process(kind) or route.sent}
+        away = any(not in_process(kind) for _, kind in self._places.values())
+        return tuple(sorted(used | ({without_buckets()} if route.placed and away else set())))
 
     async def transfer(
         self,
@@ -373,11 +376,11 @@ class _Mapping(NamedTuple):
 def _rounds(places: Mapping[WorkerId, tuple[int, str]]) -> list[list[WorkerId]]:
     """Group places that are served at the same time: all workers elsewhere first, then one engine in each trainer
     process, which pulls at its own pace."""
-    elsewhere = [place for place, (_, kind) in places.items() if kind != "local"]
+    elsewhere = [place for place, (_, kind) in places.items() if not in_process(kind)]
     here: list[list[WorkerId]] = []
     turns: dict[int, int] = {}
     for place, (rank, kind) in places.items():
-        if kind == "local":
+        if in_process(kind):
             turn = turns[rank] = turns.get(rank, -1) + 1
             if turn == len(here):
                 here.append([])

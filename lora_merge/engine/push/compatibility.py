@@ -110,7 +110,7 @@ class CompatibilityCheck:
             self._dropped[weights] = known | sources_of(writer, choice.dropped & choice.left_out), choice.serves
             weights.left_out |= choice.left_out
             weights.dtypes = choice.dtypes
-        raise PushRefused("the engines take another stream at every try; push to them apart, each by itself")
+        raise PushRefused("the engines ask for another stream at every try: push to each with a sync of its own")
 
     async def _check_left_out(self, weights: MergedWeights, writer: BucketWriter) -> None:
         """Raise `PushRefused` where what is left out is trained. Collective over all ranks where anything is."""

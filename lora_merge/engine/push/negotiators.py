@@ -75,14 +75,13 @@ class AdapterNegotiator:
             )
         if keep and constant:
             raise PushRefused(
-                f"engine {replica.index} holds {replica.state}, one adapter whose place each push takes, and requests "
-                f'in flight may have it: go on without keep, or push with mode="merged" once before keep={keep}'
+                f"engine {replica.index} holds {replica.state}, one adapter that each push replaces, and requests in "
+                f'flight may use it: leave keep out, or push with mode="merged" once before keep={keep}'
             )
         if not keep and replica.kept:
             raise PushRefused(
-                f"engine {replica.index} keeps versions of an adapter ({_numbers(replica.kept)}), beside which one "
-                'adapter whose place each push takes is not served: go on with keep=, or push with mode="merged" '
-                "once before"
+                f"engine {replica.index} keeps versions of an adapter ({_numbers(replica.kept)}) and cannot also serve "
+                'one adapter that each push replaces: go on with keep=, or push with mode="merged" once before'
             )
         if not keep and replica.workers[0].no_adapters:
             raise PushRefused(

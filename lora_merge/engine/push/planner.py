@@ -226,7 +226,7 @@ class PushPlanner(Planner):
         if trained := self._trained[2]:
             others = f" (and {len(trained) - 1} more)" if len(trained) > 1 else ""
             raise UnsupportedAdapter(
-                f"{trained[0]}{others}: is trained beside the adapter (requires_grad), and adapter mode brings the "
+                f"{trained[0]}{others} is trained beside the adapter (requires_grad), and mode='adapter' sends the "
                 'adapter alone: freeze it, or push with mode="merged" instead'
             )
         return self._fingerprint(base, again=verify)

@@ -74,8 +74,8 @@ def check_serves(replicas: Sequence[Replica], count: int) -> None:
                 )
             if worker.lora.room < count:
                 raise PushRefused(
-                    f"engine {replica.index} keeps {worker.lora.room} adapters (max_cpu_loras), and {count} tenants "
-                    f"are as many, the merged one included: start it with max_cpu_loras={count}"
+                    f"engine {replica.index} keeps {worker.lora.room} adapters (max_cpu_loras), fewer than the "
+                    f"{count} tenants, the merged one included: start it with max_cpu_loras={count}"
                 )
 
 

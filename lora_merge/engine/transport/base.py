@@ -75,6 +75,8 @@ class TrainerEnd:
         shares_memory: whether `reaches` is asked of processes of one host alone.
         networked: whether the worker connects to an address of the trainer's, so that its host has to be known.
         in_process: whether the worker takes buckets at its own pace, in this process (`Sender.pull`).
+        takes_buckets: whether it hands buckets over at all. The one kind that does not serves workers of other
+            processes while nothing is sent to them in buckets.
         needs_buffers: whether buckets are handed over in buffers that exist from the start.
         has_threads: whether threads refer to it, so that it has to be closed when its `Sender` is no longer used.
         buffers: two buffers of memory of its own, in which buckets have to be filled; none if any memory will do. Of
@@ -84,6 +86,7 @@ class TrainerEnd:
     shares_memory: ClassVar[bool] = False
     networked: ClassVar[bool] = False
     in_process: ClassVar[bool] = False
+    takes_buckets: ClassVar[bool] = True
     needs_buffers: ClassVar[bool] = True
     has_threads: ClassVar[bool] = False
 

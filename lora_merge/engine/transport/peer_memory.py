@@ -251,4 +251,4 @@ def united(mapped: Iterable[MappedMemory]) -> DirectTargets:
 class WriteSender(TrainerEnd):
     """No buckets: the trainer writes through the `targets` of a `Route`, and the worker takes nothing."""
 
-    needs_buffers = False
+    takes_buckets, needs_buffers = False, False

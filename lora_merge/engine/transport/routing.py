@@ -63,6 +63,16 @@ else of the others. A bucket is handed over in this order: first to those that o
 the worker has mapped what it reads.)"""
 
 
+def in_process(kind: str) -> bool:
+    """Return True if a kind of transport serves workers of the trainer's own process."""
+    return TRANSPORTS[kind].trainer.in_process
+
+
+def without_buckets() -> str:
+    """Return the kind of transport that workers of other processes have where no bucket is sent to them."""
+    return next(kind for kind, transport in TRANSPORTS.items() if not transport.trainer.takes_buckets)
+
+
 def worker_end(channel: Mapping[str, Any], device: torch.device) -> WorkerEnd:
     """Make a worker's end, by its `Sender.channel`."""
     return TRANSPORTS[channel["kind"]].worker(channel, device)
@@ -104,11 +114,7 @@ class Route(NamedTuple):
         """
         rank, kind = served[place]
         end = TRANSPORTS[kind].trainer
-        peers = {
-            at: how
-            for at, (by, how) in served.items()
-            if by == rank and TRANSPORTS[how].trainer.in_process == end.in_process
-        }
+        peers = {at: how for at, (by, how) in served.items() if by == rank and in_process(how) == end.in_process}
         own, group = self.by({place}), end.group(place, peers)
         apart = [i for i in own if i in self.recipients and not group <= self.recipients[i]]
         return {"sent": self.by(end.shared_with(place, peers, hosts)), "own": own, "apart": apart}

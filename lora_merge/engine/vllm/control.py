@@ -309,7 +309,7 @@ class RayControl(AsyncControl):
             return await super().stands()
         if await self.moves():  # nothing of an LLM's could pause it
             raise PushRefused(
-                "this actor around an LLM generates beside the calls of a push (max_concurrency above 1?): push when "
+                "this actor around an LLM generates during the calls of a push (max_concurrency above 1?): push when "
                 "its generate() has returned, or start the actor with max_concurrency=1"
             )
         return True
@@ -368,7 +368,7 @@ class HttpControl(OneServer, LlmControl):
             return
         except NoRoute as error:
             raise PushRefused(
-                f"{self._server.url} lets nobody name adapters at run time: start it with --enable-lora and "
+                f"{self._server.url} takes no adapters at run time: start it with --enable-lora and "
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 (and one API server), and let it listen on a private interface "
                 'alone; or push with mode="merged" instead'
             ) from error

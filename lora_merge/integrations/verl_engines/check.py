@@ -30,7 +30,7 @@ def check_batch(batch: Any, bound: float = 0.02, *, exact: bool = False) -> dict
     fields = getattr(batch, "batch", batch)
     if "rollout_log_probs" not in fields:
         raise TrainerRefused(
-            "the batch has no rollout_log_probs to hold the policy against: set "
+            "the batch has no rollout_log_probs to compare the policy with: set "
             "actor_rollout_ref.rollout.calculate_log_probs=True, or LORA_MERGE_CHECK=0"
         )
     old, rolled, masks = (fields[name].unbind() for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
@@ -44,7 +44,7 @@ def check_batch(batch: Any, bound: float = 0.02, *, exact: bool = False) -> dict
         return {}
     if all(torch.equal(a, b) for a, b in zip(trainer, rollout, strict=True)):
         raise TrainerRefused(
-            "old_log_probs are the rollout's own, so there is nothing to hold the policy against: set "
+            "old_log_probs are the rollout's own, so there is nothing to compare the policy with: set "
             "algorithm.rollout_correction.bypass_mode=False, or LORA_MERGE_CHECK=0"
         )
     return hold(gap_of_tokens(trainer, rollout), bound, exact)

@@ -105,7 +105,7 @@ def style_of(name: str, module: nn.Module) -> Style | None:
             return _STYLES[paths[0]]
         if not _ADAPTERS.isdisjoint(paths) or cls.__name__ in _UNWRAPPING:
             raise UnsupportedAdapter(
-                f"{name}: adapters of class {paths[0]} cannot be merged here; known are {', '.join(sorted(_STYLES))}"
+                f"{name}: adapters of class {paths[0]} cannot be merged here; expected {', '.join(sorted(_STYLES))}"
             )
         _plain.add(cls)
     return None

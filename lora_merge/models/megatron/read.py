@@ -314,8 +314,8 @@ class _Reader:
             along = 0 if f"{path}.{key}" in self._within or path in self._within else along
             if along is None and grid[1] > 1 and getattr(tensor, "tensor_model_parallel", False):
                 raise InvalidInput(
-                    f"{path}.{key}: a tensor-parallel parameter of class {lineage(type(module))[0]}, and it is not "
-                    "known how that cuts its weight; known are the linears and embeddings of megatron-core"
+                    f"{path}.{key}: expected a linear or an embedding of megatron-core, got a tensor-parallel "
+                    f"parameter of class {lineage(type(module))[0]}, and how that cuts its weight is not known here"
                 )
             centered = getattr(module, "zero_centered_gamma", None) if "norm" in f"{path}.{key}" else None
             yield _Weight(name, tensor, data, along, expert, grid, config, f"{path}.{key}", centered)
@@ -434,8 +434,8 @@ class _Reader:
             )
         if pair.part in ("q", "k", "v") and groups % ranks:
             raise UnsupportedAdapter(
-                f"{name}: apart adapters for q, k and v with {groups} query groups over {ranks} ranks: their forward "
-                "interleaves whole groups, which no rank has"
+                f"{name}: separate adapters for q, k and v need whole query groups on each rank, got {groups} query "
+                f"groups over {ranks} ranks: train LoRA on linear_qkv, or with a tensor parallel size that divides them"
             )
         if pair.part == "q" and getattr(weight.config, "attention_output_gate", False):
             raise UnsupportedAdapter(

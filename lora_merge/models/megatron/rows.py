@@ -116,7 +116,7 @@ def _delta_net(name: str, linear: str, hf: HF, rows: int, ranks: int, config: An
         f"linear_value_head_dim={dim_v}"
     )
     if heads_k % ranks or heads_v % heads_k:
-        raise InvalidInput(f"{name}: {said} do not go over {ranks} ranks by whole heads")
+        raise InvalidInput(f"{name}: expected whole heads on each of {ranks} ranks, got {said}")
     qkv = {"q": heads_k * dim_k, "k": heads_k * dim_k, "v": heads_v * dim_v}
     sizes = qkv if linear == "conv1d" else qkv | {"z": heads_v * dim_v, "b": heads_v, "a": heads_v}
     _check_sections(name, sizes, rows, ranks, said)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...errors import InvalidInput
 from ...names import hf_name, lineage, named_tensors, own_parameters
 from ..brought import bring
-from .files import FILES, TENSORS, file_of
+from .files import FILES, TENSORS, file_of, same_bits
 from .layer import TUNER_LAYER
 
 _ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
@@ -107,10 +107,10 @@ def _take(
                 f"{folder}: {name} holds {key} as {list(tensor.shape)}, and the base has {list(shapes[key])}: {leave}"
             )
         before = found.tensors.get(key, whole.get(key))
-        if before is not None and not torch.equal(before, tensor):
+        if before is not None and not same_bits(before, tensor):
             first = found.files.get(key) or _own(folder)
             raise InvalidInput(
-                f"{folder}: {key} is in {first} and, with other values, in {name}: move the one out of the folder that "
+                f"{folder}: {key} is in {first} and, with other bits, in {name}: move the one out of the folder that "
                 "is not meant"
             )
         found.tensors[key], found.files[key] = tensor, name
@@ -159,6 +159,11 @@ def _files(folder: Path, base: Path, notes: list[str]) -> Iterator[tuple[str, Ma
             notes.append(f"{folder.name}: {name} cannot be read as tensors by their names, and is left out")
         elif _MODEL.fullmatch(name):
             first = first or name
+            if twice := next((k for k in together.keys() & tensors if not same_bits(together[k], tensors[k])), None):
+                raise InvalidInput(
+                    f"{folder}: {twice} is in {name} and, with other bits, in another file of the same model: move "
+                    "the files out of the folder that are not meant"
+                )
             together |= tensors
         elif tensors:
             yield name, tensors

@@ -67,7 +67,7 @@ def _changes(model: Any, names: list[str]) -> list[tuple[Sequence[nn.Module], di
     there = {name for layer in layers for name in layer._get_available_adapters()}
     there |= {name for wrapper in wrappers for name in wrapper.modules_to_save}
     if not there:
-        raise InvalidInput("adapter_names: the model holds no adapters of PEFT's, which are what has names here")
+        raise InvalidInput("adapter_names: expected a model with adapters of PEFT's, which have names; got one without")
     if unknown := [name for name in names if name not in there]:
         raise InvalidInput(f"adapter_names: there is no adapter {unknown[0]!r}; there are {', '.join(sorted(there))}")
     # PEFT's layers of trainable tokens fail on adapters that they do not hold.

@@ -174,9 +174,9 @@ def _check_called(name: str, classes: Mapping[str, type]) -> None:
     around, _, child = name.rpartition(".")
     if around in classes and (reader := read_itself(classes[around], child)):
         raise UnsupportedAdapter(
-            f"{name}: {reader} computes with this module's weight itself, and does not call the module, so that its "
-            f"adapter does nothing, and merged it would: leave {child} out of target_modules, or train the weight "
-            "through target_parameters"
+            f"{name}: {reader} computes with this module's weight itself and does not call the module, so that its "
+            f"adapter has no effect and would get one by merging: leave {child} out of target_modules, or train the "
+            "weight through target_parameters"
         )
 
 

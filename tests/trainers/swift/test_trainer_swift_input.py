@@ -130,19 +130,24 @@ def test_an_engine_that_cannot_be_told_of_an_adapter() -> None:
         Colocated(SimpleNamespace(), "adapter", Options())
 
 
-def test_other_trainings_go_on(base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """With the plugin, DPO is swift's own, and a line says so."""
+def test_other_trainings_go_on(
+    base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], factory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the plugin, DPO is swift's own, and a line says so: also after a training with LORA_MERGE=0."""
     answer = {"role": "assistant", "content": "yes"}
     rows = [{"messages": [{"role": "user", "content": f"{i}?"}, answer], "rejected_response": "no"} for i in range(8)]
     data = tmp_path / "pairs.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     without = {name: None for name in swift_runs.FLAGS if "vllm" in name} | {"max_completion_length": None}
     line = arguments("dpo", base, tmp_path / "out", max_steps="1", dataset=str(data), **without)
-    with training(line) as trainer:
-        assert type(trainer).__module__ == "swift.rlhf_trainers.dpo_trainer"
-        assert trainer.state.global_step == 1
-    said = capfd.readouterr().err
-    assert said.count("lora_merge takes over nothing of ms-swift 4.6.0: dpo has no rollout engine") == 1
+    for off in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setenv("LORA_MERGE", "0" if off else "1")
+            with training(line) as trainer:
+                assert type(trainer).__module__ == "swift.rlhf_trainers.dpo_trainer"
+                assert trainer.state.global_step == 1
+        said = capfd.readouterr().err
+        assert said.count("lora_merge takes over nothing of ms-swift 4.6.0: dpo has no rollout engine") == 1 - off
 
 
 def test_a_release_that_lacks_names(base: Path, tmp_path: Path, factory: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,7 +190,9 @@ class QuantisingPeers:
         dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
         if failed.item():
             self._group = None
-            raise RuntimeError("another worker of this engine failed, with which this one quantises its weights")
+            raise RuntimeError(
+                "this worker quantises its weights together with another one of its engine, which failed"
+            )
 
     def _report_failure(self) -> None:
         """Tell the workers that wait, now or later, that this one has failed; wait for none, as they may wait for this

@@ -79,12 +79,14 @@ def check_unchanged(model: nn.Module, where: str, read: Sources | None = None) -
     before: Sources | None = vars(model).get(_READ)
     if not before:
         raise RuntimeError(
-            f"which files the engine's weights came from was not noted when it was started, so that {where} cannot be "
+            f"the engine did not note at its start which files its weights came from, so that {where} cannot be "
             "compared with it: does its load_format read files of safetensors?"
         )
     files = {path: found for source in before for path, found in source.items()}
     if unseen := sorted(path for path, found in files.items() if found is None):
-        raise RuntimeError(f"{unseen[0]} cannot be looked at as a file, so that a change of it would not show: {_ANEW}")
+        raise RuntimeError(
+            f"{unseen[0]} is no file that can be checked, so that a change of it would go unseen: {_ANEW}"
+        )
     differs = difference(files, stamps(files))
     if not differs and read is not None:
         differs = next(filter(None, map(difference, map(_by_name, before), map(_by_name, read))), "")
