@@ -130,8 +130,8 @@ def _advice(policy: Policy, setup: Setup, memory: float) -> list[str]:
             found.append(f"{words} (takes {_gb(largest)})")
     if found:
         return [f"It does not fit into {memory:g} GB. It would with: {'; '.join(found)}."]
-    adapter = "" if policy.modules else "Train an adapter (--rank 32), or: "
-    ways = f"{adapter}Spread it over more GPUs (--gpus, --tp), or take a smaller model."
+    first = "Spread it" if policy.modules else "Train an adapter (--rank 32), spread it"
+    ways = f"{first} over more GPUs (--gpus, --tp), or take a smaller model."
     return [f"It does not fit into {memory:g} GB. {ways}"]
 
 

@@ -83,13 +83,13 @@ class Release:
             "switches it off)"
         )
 
-    def announce_training(self, share: bool = False) -> None:
+    def announce_training(self, shared: str = "") -> None:
         """Log one line, on the first rank: the policy is trained on its merged weights.
 
         Args:
-            share: whether these lie in the engine.
+            shared: in words, how much of these lies in the engine; "" if they are the trainer's own.
         """
-        how = "in the engine's memory" if share else f"{SWITCH}_TRAIN=adapters: as PEFT computes"
+        how = f"in the engine's memory: {shared}" if shared else f"{SWITCH}_TRAIN=adapters: as PEFT computes"
         _say(
             f"trains the policy of {self.trainer} {self.installed} on its merged weights: forward and backward compute "
             f"with what is pushed ({how})"

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ..choices import Rounding
+from ..engine.push.sharing import Sharing
 from ..training.check import check_trainable
 from ..training.session import Training, train_merged
 
@@ -23,9 +24,14 @@ class TrainsMerged(TrainerCallback):
         model: the trainer's, as it was made.
         rounding: of merged weights.
 
+    Attributes:
+        shared: in words, what lies in an engine; "" if nothing does.
+
     Raises:
         InvalidInput, UnsupportedAdapter: it cannot be trained so; nothing was changed.
     """
+
+    shared = ""
 
     def __init__(self, model: Any, rounding: Rounding = "nearest") -> None:
         check_trainable(model, rounding)
@@ -80,11 +86,11 @@ class TrainsShared(TrainsMerged):
     its base is back when `train` has ended.
 
     Args:
-        training: of the `Sharing`.
+        sharing: of the model with its engine.
     """
 
-    def __init__(self, training: Training) -> None:
-        self.training = training
+    def __init__(self, sharing: Sharing) -> None:
+        self.training, self.shared = sharing.training, str(sharing)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Nothing: it has begun."""

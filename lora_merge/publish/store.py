@@ -94,9 +94,11 @@ class Store:
         try:
             data = self.fs.cat_file(self._path(version, MANIFEST))
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise InvalidInput(
-                f"{self.where(version)} has no {MANIFEST}: it was removed, or it is torn or somebody else's"
-            ) from error
+            if version not in (there := self.numbers()):
+                raise InvalidInput(
+                    f"there is no {self.where(version)}, or no longer: it has {', '.join(map(str, there)) or 'none'}"
+                ) from error
+            raise InvalidInput(f"{self.where(version)} has no {MANIFEST}: it is torn, or somebody else's") from error
         return Manifest.read(data, self.where(version), version, self.key)
 
     def fetch(self, manifest: Manifest, into: Path) -> Path:

@@ -218,7 +218,7 @@ def _held_against(alone: Inspected, base: Checkpoint) -> Inspected:
         found = names_in(base, adapter)
         updates = tuple(_updates(base, adapter, found))
     except (InvalidInput, UnsupportedAdapter) as error:
-        problems = [*_misfits(alone, base), f"{type(error).__name__}: {error}"]
+        problems = _misfits(alone, base) or [f"{type(error).__name__}: {error}"]
         return replace(alone, problems=tuple(problems))
     return replace(alone, updates=updates)
 

@@ -59,8 +59,9 @@ class Saved:
 
     def __str__(self) -> str:
         read_back = "" if self.verified is None else ", read back and compared"
+        merged = f"{self.adapters} merged into {self.changed} of " if self.changed else "no adapter in "
         return (
-            f"{self.folder}: {self.adapters} merged into {self.changed} of {self.tensors} tensors, "
+            f"{self.folder}: {merged}{self.tensors} tensors, "
             f"{bytes_told(self.nbytes)} in {self.files} file{'s' * (self.files != 1)}, {self.seconds:.1f} s{read_back}"
         )
 

@@ -194,6 +194,7 @@ def test_inspect_what_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture
     assert status == cli.REFUSED
     assert "model.layers.0.mlp.up_proj: lora_A [4, 31]" in told["problems"][0]
     assert "[48, 32]" in told["problems"][0]
+    assert len(told["problems"]) == 1, "not PEFT's words for it once more"
     status, out, _ = said(capsys, "inspect", adapter, base)
     assert status == cli.REFUSED
     assert "it does not fit" in out

@@ -231,7 +231,7 @@ def test_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--memory", "24"], 1, "It would with: --share (takes 19.31);"),
         (["--memory", "8"], 1, "Spread it over more GPUs"),
         (["--rank", "0", "--memory", "80"], 0, "parameters; all are trained, without an adapter"),
-        (["--rank", "0", "--memory", "24"], 1, "Train an adapter (--rank 32), or: Spread it over more GPUs"),
+        (["--rank", "0", "--memory", "24"], 1, "Train an adapter (--rank 32), spread it over more GPUs"),
     ):
         assert cli.main(["plan", str(tmp_path), *options]) == code
         assert said in capsys.readouterr().out

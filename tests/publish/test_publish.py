@@ -327,7 +327,9 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         publisher.publish()
     assert main(["rollback", url, "1", "--key-file", str(key)]) == 0
     assert main(["pin", url, "2", "--key-file", str(key)]) == 0
-    assert main(["rollback", url, "9"]) == 1
+    for command in ("rollback", "pin"):
+        assert main([command, url, "9"]) == 1
+        assert f"there is no version 9 of {url}, or no longer: it has 1, 2, 3" in capsys.readouterr().err
     store = Store(url, KEY)
     store.tell("there:8000", {"serves": store.manifest(3).name, "since": "then", "at": "2026-01-01T00:00:00Z"})
     capsys.readouterr()

@@ -57,6 +57,12 @@ def test_dtype_and_rounding(rounding: dict[str, Any], tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_a_model_without_adapters(tmp_path: Path) -> None:
+    saved = save_merged(model := models.qwen2(), tmp_path / "out")
+    assert_same(tensors(tmp_path / "out"), streamed(model))
+    assert f": no adapter in {len(streamed(model))} tensors, " in str(saved)
+
+
 class Tokenizer:
     def save_pretrained(self, folder: str) -> None:
         Path(folder).mkdir(exist_ok=True)

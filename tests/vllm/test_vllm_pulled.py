@@ -85,11 +85,11 @@ def digests(llm: Any, model: Any, **options: Any) -> Any:
     with closing(VllmSync(again, llm, bucket_bytes=1 << 17)) as sync:
         report = sync.push()
         assert report.transports == ("shm",)
-        assert "the engine's weights cannot be mapped: it lies in memory of its own process" in report.buckets
+        assert "the engine's weights cannot be mapped: " in report.buckets
         assert MOVED in report.buckets
         report = sync.push()
         assert report.transports == ("shm",)
-        assert "the trainer's weights cannot be mapped: it lies in memory of its own process; model." in report.buckets
+        assert "the trainer's weights cannot be mapped: model." in report.buckets
     return llm.collective_rpc("bits")
 
 

@@ -110,7 +110,7 @@ class ExportedMemory:
             try:
                 spec, offset = export(storage, mark)
             except NotExported as error:
-                raise NotExported(f"{error}; {names[storage.data_ptr()]} is one") from error
+                raise NotExported(f"{names[storage.data_ptr()]}: {error}") from error
             key = spec.get("handle") or spec["path"]
             memory.setdefault(key, spec)
             where[storage.data_ptr()] = list(memory).index(key), offset

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from ...choices import Mode
 from ...engine.push.replica import SyncReport
+from ...engine.push.sharing import Sharing
 from ...engine.transport.liveness import error_text
 from ...errors import PushFailed, PushRefused
 from ...models.live import live
 from ...shards.ranks import Ranks, noted
 from ...stream.weights import MergedWeights
-from ...training.session import Training
 from ..compat import TrainerRefused, off
 from ..options import Options
 from ..pushing import KeptSync
@@ -45,11 +45,11 @@ class Colocated:
         self._kept = KeptSync()
         self._shared: Any = None
 
-    def share(self, model: Any) -> Training:
+    def share(self, model: Any) -> Sharing:
         """Let the model's weights lie in this rank's engine, of which the KV cache alone sleeps then. Collective.
 
         Returns:
-            the training on merged weights that this begins.
+            what is shared, and the training on merged weights that this begins.
 
         Raises:
             as `VllmSync`.
@@ -58,7 +58,7 @@ class Colocated:
         sync = self._kept.of(model, self._engine.engine, self._options)
         assert sync.sharing is not None
         SleepsShared(self._engine.engine, sync)
-        return sync.sharing.training
+        return sync.sharing
 
     @property
     def written(self) -> bool:

@@ -60,7 +60,7 @@ class Pushing(Pushes):
         self._lora_merge_trains = trains
         if trains is not None:
             self.add_callback(trains)
-            RELEASE.announce_training(options.share)
+            RELEASE.announce_training(trains.shared)
 
     def _shared(self) -> TrainsShared:
         """Let the model lie in the engine, and train it there.

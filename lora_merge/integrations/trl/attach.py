@@ -99,7 +99,7 @@ def attach(
     _attached[engine] = ref(rollout)
     RELEASE.announce(rollout.takes_over)
     if trains is not None:
-        RELEASE.announce_training(options.share)
+        RELEASE.announce_training(trains.shared)
     return rollout
 
 

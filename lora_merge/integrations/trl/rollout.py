@@ -162,8 +162,7 @@ class Colocated(Rollout):
             raise TrainerRefused(f"{error}. {OFF}") from error
         assert sync.sharing is not None
         self._sleeps = SleepsShared(llm, sync)
-        logging.getLogger(GENERATION).info("lora_merge: %s", sync.sharing)
-        return TrainsShared(sync.sharing.training)
+        return TrainsShared(sync.sharing)
 
     @property
     def model(self) -> Any:

@@ -168,13 +168,15 @@ def apart(model: Any, llm: Any) -> list[str]:
     return [name for name in found if "lora_" not in name]
 
 
-def test_one_copy(trainer_of: TrainerOf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_copy(trainer_of: TrainerOf, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Trainer and engine hold the weights once; reference passes see the base, which is back when training ends."""
     monkeypatch.setenv("LORA_MERGE_SHARE", "1")
     trainer = trainer_of(beta=0.1, gradient_accumulation_steps=2)
     before = base_weights(trainer.model)
     rollout = lm.attach(trainer, check=True, verify=True)
     assert rollout is not None
+    assert "compute with what is pushed (in the engine's memory: " in (printed := capfd.readouterr().err)
+    assert " MB shared with the engine; by itself: " in printed
     assert not apart(trainer.model, kept[0])
     trainer.train()
     assert_all_ratios(trainer, 3)
