@@ -23,7 +23,7 @@ from .merge_in_place import InPlaceMerge, copy_bits
 from .models.claims import Look, merging, to_the_end
 from .models.delta import Delta, Job, LazyList
 from .models.live import Live, live
-from .models.peft.chosen import chosen
+from .models.peft.chosen import activated, turn
 from .models.snapshot import Layed, Owners
 from .shards import Address, here
 from .shards.ranks import noted
@@ -76,8 +76,14 @@ class MergedBlock:
 
     def enter(self) -> None:
         """Merge. `leave` has to follow, also where this raises, as `merged` does."""
+        with turn(self._model, self._names):
+            way_back = self._read()
+        self._run(way_back.merges, way_back.note, way_back.merge)
+
+    def _read(self) -> _Restore:
+        """Read the model, claim what is to be merged, and plan it."""
         undo = self._undo
-        undo.enter_context(chosen(self._model, self._names))
+        undo.enter_context(activated(self._model, self._names))
         self._found = found = live(self._model)
         with found.ranks.vote("merged"):
             with Look() as left:
@@ -96,7 +102,7 @@ class MergedBlock:
         found.reshard()  # here, where every rank does: what some have gathered and others not, no forward gathers
         self._known = merges_for(found, bool(self._layers), deltas, jobs, self._strategy, self._rounding)
         way_back.merges = self._known.merges
-        self._run(way_back.merges, way_back.note, way_back.merge)
+        return way_back
 
     def leave(self) -> None:
         """Bring the base back, bit for bit. May be called again, and is where an interrupt has ended it.
