@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
@@ -270,6 +271,7 @@ class _Restore:
         self._errors: list[Exception] = []
         self._left = True
         self._noted = False
+        self._process = os.getpid()
         self.merges: list[InPlaceMerge] = []
 
     def copy(self, where: Address) -> Tensor:
@@ -297,6 +299,7 @@ class _Restore:
 
     def remerge(self, merges: list[InPlaceMerge]) -> None:
         """Merge these in the place of those that are merged."""
+        self._check_process()
         before, self.merges = self.merges, [*merges, *self.merges]  # either may be merged when this is ended early
         _count(self._counted)
         try:
@@ -335,6 +338,7 @@ class _Restore:
 
     def _leave(self) -> None:
         """Put everything back. May be begun again after an interrupt."""
+        self._check_process()
         self._check_memory()
         found: list[tuple[list[bool], list[Tensor | str], list[Tensor | str]]] = []
 
@@ -360,6 +364,15 @@ class _Restore:
             raise NotRestored("; ".join(map(str, self._errors))) from self._errors[0]
         torch._C._autograd._unsafe_set_version_counter(self._counted, self._versions)
         self._left = True
+
+    def _check_process(self) -> None:
+        """Refuse to write to memory that is shared with the process which this one was forked from."""
+        if os.getpid() != self._process and any(weight.is_shared() for weight in self._weights.values()):
+            raise InvalidInput(
+                f"the base weights of this model are merged, and lie in memory that is shared with process "
+                f"{self._process}, which merged them and goes on with them: leave merged(), or pause() the training, "
+                "there before this process is forked off, or do there what needs the base"
+            )
 
     def _check_memory(self) -> None:
         """Check that the memory is where it was. What became shared memory (a weight was sent to another process) is
