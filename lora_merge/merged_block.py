@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
@@ -23,7 +24,7 @@ from .merge_in_place import InPlaceMerge, copy_bits
 from .models.claims import Look, merging, to_the_end
 from .models.delta import Delta, Job, LazyList
 from .models.live import Live, live
-from .models.peft.chosen import chosen
+from .models.peft.chosen import activated, turn
 from .models.snapshot import Layed, Owners
 from .shards import Address, here
 from .shards.ranks import noted
@@ -76,8 +77,14 @@ class MergedBlock:
 
     def enter(self) -> None:
         """Merge. `leave` has to follow, also where this raises, as `merged` does."""
+        with turn(self._model, self._names):
+            way_back = self._read()
+        self._run(way_back.merges, way_back.note, way_back.merge)
+
+    def _read(self) -> _Restore:
+        """Read the model, claim what is to be merged, and plan it."""
         undo = self._undo
-        undo.enter_context(chosen(self._model, self._names))
+        undo.enter_context(activated(self._model, self._names))
         self._found = found = live(self._model)
         with found.ranks.vote("merged"):
             with Look() as left:
@@ -96,7 +103,7 @@ class MergedBlock:
         found.reshard()  # here, where every rank does: what some have gathered and others not, no forward gathers
         self._known = merges_for(found, bool(self._layers), deltas, jobs, self._strategy, self._rounding)
         way_back.merges = self._known.merges
-        self._run(way_back.merges, way_back.note, way_back.merge)
+        return way_back
 
     def leave(self) -> None:
         """Bring the base back, bit for bit. May be called again, and is where an interrupt has ended it.
@@ -264,6 +271,7 @@ class _Restore:
         self._errors: list[Exception] = []
         self._left = True
         self._noted = False
+        self._process = os.getpid()
         self.merges: list[InPlaceMerge] = []
 
     def copy(self, where: Address) -> Tensor:
@@ -291,6 +299,7 @@ class _Restore:
 
     def remerge(self, merges: list[InPlaceMerge]) -> None:
         """Merge these in the place of those that are merged."""
+        self._check_process()
         before, self.merges = self.merges, [*merges, *self.merges]  # either may be merged when this is ended early
         _count(self._counted)
         try:
@@ -329,6 +338,7 @@ class _Restore:
 
     def _leave(self) -> None:
         """Put everything back. May be begun again after an interrupt."""
+        self._check_process()
         self._check_memory()
         found: list[tuple[list[bool], list[Tensor | str], list[Tensor | str]]] = []
 
@@ -354,6 +364,15 @@ class _Restore:
             raise NotRestored("; ".join(map(str, self._errors))) from self._errors[0]
         torch._C._autograd._unsafe_set_version_counter(self._counted, self._versions)
         self._left = True
+
+    def _check_process(self) -> None:
+        """Refuse to write to memory that is shared with the process which this one was forked from."""
+        if os.getpid() != self._process and any(weight.is_shared() for weight in self._weights.values()):
+            raise InvalidInput(
+                f"the base weights of this model are merged, and lie in memory that is shared with process "
+                f"{self._process}, which merged them and goes on with them: leave merged(), or pause() the training, "
+                "there before this process is forked off, or do there what needs the base"
+            )
 
     def _check_memory(self) -> None:
         """Check that the memory is where it was. What became shared memory (a weight was sent to another process) is

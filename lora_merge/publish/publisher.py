@@ -17,6 +17,7 @@ from torch import nn
 
 from ..errors import InvalidInput, PushRefused
 from ..models.megatron.live import is_megatron
+from ..models.peft.chosen import turn
 from ..models.peft.files import CONFIG, TENSORS
 from ..shards.ranks import Ranks
 from ..stream.samples import sampled_names, samples_of
@@ -84,9 +85,19 @@ class Publisher:
         self._contents: Contents | MegatronContents = MegatronContents(model) if is_megatron(model) else Contents(model)
         self._store = Store(url, key)
         self._world = Ranks(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
-        self._me = token_hex(8)
+        self._known_as, self._process = token_hex(8), os.getpid()
         self._last: int | None = None
         self._samples: dict[str, dict[str, str]] | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make a copy, or what was pickled, another publisher: what it publishes is another's to this one."""
+        vars(self).update(state, _known_as=token_hex(8), _process=os.getpid())
+
+    @property
+    def _me(self) -> str:
+        """The name under which versions have this publisher. One in a process that was forked off is another one."""
+        here = os.getpid()
+        return self._known_as if here == self._process else f"{self._known_as}-{here}"
 
     def publish(self, *, pin: bool = False) -> Published:
         """Publish the adapter as it is now.
@@ -104,7 +115,7 @@ class Publisher:
             UnsupportedAdapter, AlreadyMerged: as for `MergedWeights`.
         """
         begin = time.perf_counter()
-        with self._world.vote("publish"):
+        with self._world.vote("publish"), turn(self._model):
             shards, ranks = self._contents.tensors()
             config = self._contents.config()
         done: Manifest | None = None

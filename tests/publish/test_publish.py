@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import multiprocessing
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -247,6 +250,31 @@ def test_a_publisher_that_dies_leaves_no_version(tmp_path: Path) -> None:
     assert publisher.publish().version == 2
     assert publisher.publish().version == 3
     assert {path.name for path in (tmp_path / "run7" / "versions").iterdir()} == {"00000003"}
+
+
+@pytest.mark.parametrize("other", ["forked", "copied", "pickled"])
+def test_what_comes_of_a_publisher_is_another_one(other: str, tmp_path: Path) -> None:
+    """Versions of two models would follow one another, and neither trainer would hear of it."""
+    one = Publisher(models.with_lora(models.qwen2), tmp_path / "run7")
+    one.publish()
+    if other == "forked":
+        # Python's own start of a process; a bare fork would run the tests' end twice.
+        child = multiprocessing.get_context("fork").Process(target=publish_as_another, args=(one,))
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
+    else:
+        publish_as_another(copy.deepcopy(one) if other == "copied" else pickle.loads(pickle.dumps(one)))
+    with pytest.raises(PushRefused, match=r"was 1, and run7@2-\w+ is there.*another trainer"):
+        one.publish()
+
+
+def publish_as_another(publisher: Publisher) -> None:
+    """The version before is not this one's; who makes a new one, as the error says, goes on from there."""
+    with pytest.raises(PushRefused, match=r"another trainer or a rollback\. Make a new Publisher"):
+        publisher.publish()
+    publisher._last = None
+    publisher.publish()
 
 
 def test_two_publishers_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -17,6 +20,36 @@ from .tokens import TOKENS
 
 _TUNER = "peft.tuners.tuners_utils.BaseTuner"
 _WRAPPER = "peft.utils.other.ModulesToSaveWrapper"
+_turns: WeakKeyDictionary[nn.Module, dict[object, tuple[int, bool]]] = WeakKeyDictionary()
+"""Of each model that is being read, by its first adapter layer, which its wrappers share: the threads that read it, and
+whether each chooses which adapters act."""
+_turned = threading.Condition()
+os.register_at_fork(after_in_child=_turns.clear)  # the threads that read do not exist there
+
+
+def turn(model: Any, names: Sequence[str] | None = None) -> AbstractContextManager[None]:
+    """Let one thread read a model while it chooses which adapters act, or several that take those that act.
+
+    Args:
+        names: that it will choose; None: those that act.
+    """
+    parts = [part for part in (model if isinstance(model, list | tuple) else [model]) if isinstance(part, nn.Module)]
+    layer = next((m for part in parts for m in part.modules() if TUNER_LAYER in lineage(type(m))), None)
+    if layer is None:
+        return nullcontext()
+    turns, me, chooses, mine = _turns.setdefault(layer, {}), threading.get_ident(), names is not None, object()
+
+    def begin() -> None:
+        with _turned:
+            _turned.wait_for(lambda: all(who == me or not (chooses or other) for who, other in turns.values()))
+            turns[mine] = me, chooses
+
+    def end() -> None:
+        with _turned:
+            turns.pop(mine, None)
+            _turned.notify_all()
+
+    return undone(begin, end)
 
 
 def check_names(names: Any) -> tuple[str, ...] | None:
@@ -34,9 +67,17 @@ def check_names(names: Any) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def chosen(model: Any, names: Sequence[str] | None) -> AbstractContextManager[None]:
+@contextmanager
+def chosen(model: Any, names: Sequence[str] | None) -> Iterator[None]:
+    """Activate exactly these adapters, as `activated` does, for the time of a block that reads a model; other threads
+    that read it meanwhile wait for one another."""
+    with turn(model, names), activated(model, names):
+        yield
+
+
+def activated(model: Any, names: Sequence[str] | None) -> AbstractContextManager[None]:
     """Activate exactly these adapters in a model's forward for the time of a block, in this order, like `set_adapter`
-    but without its effect on `requires_grad`.
+    but without its effect on `requires_grad`. Who begins it has the model's `turn`.
 
     Args:
         model: whatever holds PEFT's layers.
