@@ -113,15 +113,34 @@ def respond(
         call = message.pop("call", None)
         session = worker.session()
         with _turn:
-            answer = _run(worker, session, ops, message)
-        return _reply(rank, call, answer)
+            reply = session.answered.to(call)
+            if reply is None:
+                reply = session.answered.keep(call, _reply(rank, call, _answer(worker, session, ops, message, raised)))
+        return reply
     except raised:
         raise
-    except (LeaseLost, Stepped) as error:
-        return _reply(rank, call, {"error": str(error), "why": "lost" if isinstance(error, LeaseLost) else "stepped"})
     except Exception as error:
         _log.exception("lora_merge")
         return _reply(rank, call, {"error": error_text(error)})
+
+
+def _answer(
+    worker: Worker,
+    session: WorkerSession,
+    ops: Mapping[str, Operation],
+    message: dict[str, Any],
+    raised: tuple[type[Exception], ...],
+) -> dict[str, Any]:
+    """Run the operation of a message, and return its answer, or its error as one."""
+    try:
+        return _run(worker, session, ops, message)
+    except raised:
+        raise
+    except (LeaseLost, Stepped) as error:
+        return {"error": str(error), "why": "lost" if isinstance(error, LeaseLost) else "stepped"}
+    except Exception as error:
+        _log.exception("lora_merge")
+        return {"error": error_text(error)}
 
 
 def _reply(rank: int, call: Any, answer: Mapping[str, Any]) -> str:

@@ -42,6 +42,7 @@ from ..transport.base import Expected, Received, WorkerEnd
 from ..transport.lent import Loan
 from ..transport.liveness import alive
 from ..transport.routing import worker_end
+from .answered import Answered
 from .lease import Lease
 from .loader import DryRunReport, Loader
 from .merger import Merger
@@ -116,7 +117,7 @@ class WorkerSession:
         self.name = secrets.token_hex(8)
         self.receiver: WorkerEnd | None = None
         self.tables: dict[str, Table] = {}
-        self.lease = Lease()
+        self.lease, self.answered = Lease(), Answered()
         self.loan: Callable[[], Loan | None] = lambda: None
         self.held, self.writing = State(), False
         self.served, self.served_tenants = self.held.kind, self.held.tenants
