@@ -852,6 +852,41 @@ def test_weights_that_sleep_threw_away(llm: LLM, monkeypatch: pytest.MonkeyPatch
     assert_answers(ask(llm), model)
 
 
+def test_tensors_beside_parameters_and_buffers_outlast_level_two(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of ALiBi lie in the attention's implementation: neither vLLM keeps them, nor does a push bring them."""
+    sync = VllmSync(policy(), llm)
+    sync.push()
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    implementation = worker.get_model().model.layers[0].self_attn.attn.impl
+    kept, elsewhere, level = torch.tensor([0.5, 0.25]), torch.ones(2), [0]
+    implementation.slopes, implementation.elsewhere = kept, elsewhere
+
+    def sleep(to: int) -> None:
+        level[0] = to
+        for tensor in (kept, elsewhere):
+            tensor.zero_()
+
+    def wake_up(tags: list[str]) -> None:
+        level[0] = level[0] if tags == ["kv_cache"] else 0
+
+    try:
+        with monkeypatch.context() as patch:
+            at = kept.data_ptr()
+            patch.setattr(lora_merge.engine.vllm.session, "_weights", lambda: [range(at, at + kept.nbytes)])
+            patch.setattr(lora_merge.engine.vllm.session, "asleep", lambda: level[0])
+            patch.setattr(worker.sleep, "sleep", sleep)
+            patch.setattr(worker.wake_up, "wake_up", wake_up)
+            worker.sleep(2)
+            worker.sleep(2)  # of memory that is unmapped nothing is read
+            worker.wake_up(["kv_cache"])
+            assert not kept.any()
+            worker.wake_up(["weights"])
+        assert kept.tolist() == [0.5, 0.25]
+        assert not elsewhere.any(), "what does not sleep with the weights is left alone"
+    finally:
+        del implementation.slopes, implementation.elsewhere
+
+
 def test_a_refused_push_leaves_a_sleeping_engine_asleep(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     model = policy()
     sync = VllmSync(model, llm)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..worker.modules import Modules
 from ..worker.session import WorkerSession
@@ -23,7 +24,8 @@ def session_of(model: nn.Module, model_config: Any, device: torch.device) -> Wor
 
 class Sleep:
     """A worker's `sleep` that notes in its session that weights were thrown away (level 2), from which they come back
-    as whatever the memory holds.
+    as whatever the memory holds; and keeps what layers hold beside parameters and buffers until they come back. vLLM
+    keeps buffers alone, and a push brings parameters.
 
     Args:
         sleep: the method in whose place it stands.
@@ -32,20 +34,74 @@ class Sleep:
 
     def __init__(self, sleep: Any, worker: Any) -> None:
         self.sleep, self.worker = sleep, worker
+        self._kept: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not asleep():
+            self._kept = [(tensor, tensor.to("cpu", copy=True)) for tensor in beside(self.worker.get_model())]
         try:
             return self.sleep(*args, **kwargs)
         finally:
-            if asleep() == 2:
+            level = asleep()
+            if level != 2:
+                self._kept = []
+            else:
                 session = session_of(self.worker.get_model(), self.worker.model_config, self.worker.device)
                 session.mark_overwritten("sleep at level 2 threw its weights away")
+
+    def bring_back(self) -> None:
+        """Copy what was kept to where it was, if the weights are awake."""
+        if self._kept and not asleep():
+            with torch.no_grad():
+                for tensor, copy in self._kept:
+                    tensor.copy_(copy)
+            self._kept = []
+
+
+class WakeUp:
+    """A worker's `wake_up` that brings back what its `sleep` has kept.
+
+    Args:
+        wake_up: the method in whose place it stands.
+    """
+
+    def __init__(self, wake_up: Any, sleep: Sleep) -> None:
+        self.wake_up, self.sleep = wake_up, sleep
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.wake_up(*args, **kwargs)
+        finally:
+            self.sleep.bring_back()
 
 
 def note_sleeps(worker: Any) -> None:
     """Have a worker note from now on when its weights are thrown away."""
     if not isinstance(vars(worker).get("sleep"), Sleep):
         worker.sleep = Sleep(worker.sleep, worker)
+        worker.wake_up = WakeUp(worker.wake_up, worker.sleep)
+
+
+def beside(model: nn.Module) -> list[Tensor]:
+    """Return the tensors that layers hold beside parameters and buffers, in memory of their own that sleeps with the
+    weights: ALiBi's slopes, a kernel's workspace."""
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    mapped = _weights()
+    found = {id(t): t for module in model.modules() for t in _held(module) if t.numel() and not t.is_meta}
+    return [
+        t
+        for t in found.values()
+        if t.untyped_storage().data_ptr() not in own and any(t.data_ptr() in where for where in mapped)
+    ]
+
+
+def _held(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors in a layer's own attributes, and in those of vLLM's objects there (attention, kernels)."""
+    for value in vars(module).values():
+        if isinstance(value, Tensor):
+            yield value
+        elif type(value).__module__.startswith("vllm.") and not isinstance(value, nn.Module):
+            yield from (inner for inner in getattr(value, "__dict__", {}).values() if isinstance(inner, Tensor))
 
 
 def asleep() -> int:
@@ -62,5 +118,15 @@ def cache_asleep() -> bool:
 
 def _unmapped() -> list[Any]:
     """Return what sleep mode's allocator notes of each allocation that is unmapped now."""
+    return [data for data in _allocations().values() if data.is_asleep]
+
+
+def _weights() -> list[range]:
+    """Return the addresses of the weights that sleep mode's allocator has mapped."""
+    return [range(at, at + data.handle[1]) for at, data in _allocations().items() if data.tag == "weights"]
+
+
+def _allocations() -> dict[int, Any]:
+    """Return what sleep mode's allocator notes of each allocation, by its address."""
     allocator = internals.CuMemAllocator.instance if torch.cuda.is_initialized() else None
-    return [] if allocator is None else [data for data in allocator.pointer_to_data.values() if data.is_asleep]
+    return {} if allocator is None else allocator.pointer_to_data
