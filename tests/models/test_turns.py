@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 from collections.abc import Callable
 
@@ -62,3 +63,17 @@ def test_threads_that_choose_other_adapters(reader: str, monkeypatch: pytest.Mon
     else:
         inside = {k.removeprefix("base_model.model.").replace(".base_layer", ""): v for k, v in found["a"].items()}
         assert all(torch.equal(tensor, wanted["a"][key]) for key, tensor in inside.items())
+
+
+def test_a_process_forked_while_another_thread_reads() -> None:
+    """The reading thread, which held the lock, does not exist there."""
+    model = models.with_lora(models.qwen2, adapters=("a", "b"))
+    context, queue = multiprocessing.get_context("fork"), multiprocessing.get_context("fork").Queue()
+    with chosen._turned:  # as if that thread were about to begin, or to end
+        child = context.Process(target=lambda: queue.put(len(values(model, "a"))))
+        child.start()
+    try:
+        assert queue.get(timeout=60) == len(values(model, "a"))
+    finally:
+        child.kill()
+        child.join()

@@ -24,7 +24,16 @@ _turns: WeakKeyDictionary[nn.Module, dict[object, tuple[int, bool]]] = WeakKeyDi
 """Of each model that is being read, by its first adapter layer, which its wrappers share: the threads that read it, and
 whether each chooses which adapters act."""
 _turned = threading.Condition()
-os.register_at_fork(after_in_child=_turns.clear)  # the threads that read do not exist there
+
+
+def _renew() -> None:
+    """Begin anew in a forked process, where the threads that read, or hold the lock, do not exist."""
+    global _turned
+    _turns.clear()
+    _turned = threading.Condition()
+
+
+os.register_at_fork(after_in_child=_renew)
 
 
 def turn(model: Any, names: Sequence[str] | None = None) -> AbstractContextManager[None]:
