@@ -68,12 +68,29 @@ def test_threads_that_choose_other_adapters(reader: str, monkeypatch: pytest.Mon
 def test_a_process_forked_while_another_thread_reads() -> None:
     """The reading thread, which held the lock, does not exist there."""
     model = models.with_lora(models.qwen2, adapters=("a", "b"))
-    context, queue = multiprocessing.get_context("fork"), multiprocessing.get_context("fork").Queue()
-    with chosen._turned:  # as if that thread were about to begin, or to end
-        child = context.Process(target=lambda: queue.put(len(values(model, "a"))))
-        child.start()
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+
+    def read() -> None:
+        with chosen.chosen(model, ["a"]):
+            queue.put(model.base_model.active_adapters)
+
+    held, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with chosen._turned:  # about to begin, or to end
+            held.set()
+            forked.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = context.Process(target=read)
+    child.start()
+    forked.set()
+    thread.join()
     try:
-        assert queue.get(timeout=60) == len(values(model, "a"))
+        assert queue.get(timeout=30) == ["a"]
     finally:
         child.kill()
         child.join()
