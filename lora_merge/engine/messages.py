@@ -61,6 +61,7 @@ class WorkerInfo:
     multimodal: bool
     quantised: str = ""
     calibrated: str = ""
+    others: Sequence[str] = ()
     unkept: str = "runs a lora_merge that does not keep caches: install the trainer's, and start it anew"
     shares: SharedExperts | None = None
     computing: Mapping[str, Any] = field(default_factory=dict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -209,6 +210,32 @@ def test_tenants_that_vllm_has_dropped_are_loaded_again(llm: Any, tmp_path: Path
         with pytest.raises(ValueError, match="no tenant of this engine"):
             ask(llm, stale)
         assert_answers(ask(llm), model, tolerance=TOLERANCE)
+    sync.close()
+
+
+def test_adapters_of_others_on_top_of_pushed_weights(llm: Any, tmp_path: Path) -> None:
+    """Of a server that was started with `--lora-modules`: they answered on top of the policy, without a word."""
+    model = policy(8)
+    model.save_pretrained(tmp_path, selected_adapters=["a"])
+    for number in llm.llm_engine.list_loras():
+        llm.llm_engine.remove_lora(number)
+    own = LoRARequest("own", 1, str(tmp_path / "a"))
+    ask(llm, own)
+    sync = VllmSync(model, llm)
+    with pytest.warns(UserWarning, match="has not loaded the adapters 1. Requests that name them"):
+        report = sync.push(mode="merged")
+    assert report.others == "1"
+    assert "adapters of others (1)" in str(report)
+    assert sync.push().others == "", "vLLM drops what it has loaded at a push"
+    ask(llm, own)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert sync.push().others == "1"
+    assert not [one for one in told if "has not loaded" in str(one.message)], "said once"
+    ask(llm, own)
+    assert sync.push(mode="adapter").others == "", "the base lies beneath it"
+    llm.llm_engine.remove_lora(1)
+    assert sync.push(mode="merged").others == ""
     sync.close()
 
 

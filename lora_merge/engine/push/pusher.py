@@ -28,7 +28,7 @@ from .replica import SILENT, Replica, SyncReport, engines_of, failure
 from .sequence import EngineSequence
 from .sharing import Sharing
 from .transfer import TransferRun
-from .warn import warn_of_calibrated, warn_of_differences, warn_of_lost
+from .warn import warn_of_calibrated, warn_of_differences, warn_of_lost, warn_of_others
 
 ATTEMPTS = 3
 """How often a push that goes on without lost engines begins anew, as one was lost in the middle of it."""
@@ -359,6 +359,8 @@ class Pusher:
             slots = [slot for table in tables for slots in table for slot in slots]
             self._counted = tables, sum(len(metas(table)) for table in tables), sum(slot.nbytes for slot in slots)
         report.tenants = state.tenants
+        if state.kind != "adapter":
+            report.others = warn_of_others(replicas, self._warned)
         _, report.tensors, report.nbytes = self._counted
         if self.sharing is not None:
             report.shared = self.sharing.shared

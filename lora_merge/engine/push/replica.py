@@ -51,6 +51,8 @@ class SyncReport:
             (quantised, prepacked), in the worker with the most.
         calibrated: which layers of an engine have scales of its KV cache that were calibrated for its checkpoint, and
             not for what was pushed, in words; "" where none have (docs/vllm.md, Scales of the KV cache).
+        others: adapters in an engine that this trainer has not loaded, whose requests are answered on top of the pushed
+            weights from now on; "" where there are none.
         differs: in which settings an engine's configuration says that it computes otherwise than the trainer's model,
             in words; "" where none does.
         versions: with `keep`: the versions that requests may ask for (`lora_request`), oldest first.
@@ -77,6 +79,7 @@ class SyncReport:
     coverage: float | None = None
     reloaded: int = 0
     calibrated: str = ""
+    others: str = ""
     differs: str = ""
     versions: tuple[int, ...] = ()
     tenants: tuple[str, ...] = ()
@@ -113,6 +116,8 @@ class SyncReport:
             why += f"; {self.reloaded} layers by the engine's own loading"
         if self.calibrated:
             why += f"; KV cache scales of the engine's checkpoint kept: {self.calibrated}"
+        if self.others:
+            why += f"; on top of these weights now: adapters of others ({self.others})"
         if self.differs:
             why += f"; an engine computes otherwise: {self.differs}"
         if self.versions:
@@ -215,6 +220,11 @@ class Replica:
     def calibrated(self) -> str:
         """The layers whose KV cache has scales of the engine's checkpoint, in words."""
         return next((worker.calibrated for worker in self.workers if worker.calibrated), "")
+
+    @property
+    def others(self) -> str:
+        """The adapters in it that somebody else has loaded, in words."""
+        return next((", ".join(worker.others) for worker in self.workers if worker.others), "")
 
     @property
     def still_paused(self) -> bool:

@@ -47,6 +47,23 @@ def warn_of_calibrated(replicas: Sequence[Replica], warned: set[tuple[int, str]]
     return _warn_of([(one, one.calibrated) for one in replicas], warned, words)
 
 
+def warn_of_others(replicas: Sequence[Replica], warned: set[tuple[int, str]]) -> str:
+    """Warn of engines in which adapters that were trained on the base lie on top of the pushed weights.
+
+    Args:
+        warned: what was warned of before; gets the rest.
+
+    Returns:
+        The adapters of the first of these engines, in words; "" where there is none.
+    """
+    words = (
+        ": this trainer has not loaded the adapters {}. Requests that name them are answered on top of the pushed "
+        "weights from now on, and not on the base that the adapters were trained on. Serve them as tenants of this "
+        "trainer, or from an engine of their own, or unload them"
+    )
+    return _warn_of([(one, one.others) for one in replicas], warned, words)
+
+
 def _warn_of(found: Sequence[tuple[Replica, str]], warned: set[tuple[int, str]], words: str) -> str:
     """Warn of what was found in engines, once of each thing, and return the first of it; "" for none.
 

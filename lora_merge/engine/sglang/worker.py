@@ -97,7 +97,13 @@ class SglangWorker:
             "multimodal": multimodal,
             "no_adapters": _SEES if multimodal else None,
             "computing": computing(self.manager.tp_worker.model_runner.model_config.hf_config),
+            "others": self._others(),
         }
+
+    def _others(self) -> list[str]:
+        """Return the names of adapters that somebody else has loaded."""
+        loaded = getattr(self._lora, "lora_refs", {})
+        return [str(reference.lora_name) for number, reference in loaded.items() if number != ADAPTER_ID]
 
     @property
     def _lora(self) -> Any:

@@ -92,6 +92,11 @@ class KeptAdapters:
         kept.ids.add(request.lora_int_id)
         return self._model(kept, request.lora_int_id)
 
+    @property
+    def numbers(self) -> set[int]:
+        """The ids under which these are loaded."""
+        return {held.number for held in self._held.values()}.union(*(kept.ids for kept in self._kept.values()))
+
     def put(self, path: str, number: int, tensors: Mapping[str, Tensor], rank: int) -> None:
         """Hold an adapter without versions in place of the one that had its path, and load it.
 

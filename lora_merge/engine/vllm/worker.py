@@ -102,8 +102,15 @@ class VllmWorker:
             "calibrated": calibrated_scales(session.modules),
             "shares": _shares(parallel),
             "computing": computing(self.raw.model_config.hf_config),
+            "others": self._others(),
             **self._versions(),
         }
+
+    def _others(self) -> list[str]:
+        """Return the ids of adapters that somebody else has loaded."""
+        manager = getattr(self.raw.model_runner, "lora_manager", None)
+        ours = set() if self._kept is None else self._kept.numbers
+        return [] if manager is None else [str(number) for number in sorted(manager.list_adapters() - ours)]
 
     def _versions(self) -> dict[str, Any]:
         """Return what the worker says of the versions that it keeps."""

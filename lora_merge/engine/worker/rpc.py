@@ -52,9 +52,9 @@ class Worker(Protocol):
             `no_adapters` (why it can take none whatever its `lora`; None, or left out, if it can);
             `computing` (how its configuration says that it computes: configs.py). If checkpoints can be quantised,
             `quantised` (a layer that its own checkpoint holds quantised; "" for none). If caches can have scales of a
-            checkpoint, `calibrated` (the layers that have, in words; "" for none). If KV caches can stay over a push,
-            `unkept` (why this engine's cannot; "" if it can). If engines can compute their experts
-            together, `shares` (as for `Replica`).
+            checkpoint, `calibrated` (the layers that have, in words; "" for none). If somebody else can load adapters,
+            `others` (what these are called). If KV caches can stay over a push, `unkept` (why this engine's cannot; ""
+            if it can). If engines can compute their experts together, `shares` (as for `Replica`).
         """
 
     def served(self, session: WorkerSession, state: State) -> State:
