@@ -175,7 +175,7 @@ def other_modes(sync: VllmSync, llm: LLM, model: Any) -> None:
     with closing(VllmSync(model, llm, mode="adapter")) as other:  # one adapter, whose place each push takes
         other.push()
         assert_answers(engines.ask(llm, other.lora_request(), asked()), model, asked())
-        with pytest.raises(PushRefused, match=r"holds adapter@\d+, one adapter whose place.*once before keep=2"):
+        with pytest.raises(PushRefused, match=r"holds adapter@\d+, one adapter that each push.*once before keep=2"):
             other.push(keep=2)
         other.push(mode="merged")
     report = sync.push(mode="adapter", keep=2)
