@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# What `signal` wraps: its conversions to enums and back were most of what a cleanup step cost.
+import _signal  # type: ignore[import-not-found]
 import signal
 import threading
 from collections.abc import Callable
@@ -31,14 +33,14 @@ class Deferred:
         if _deferring or threading.current_thread() is not threading.main_thread():
             return
         for number in _NUMBERS:
-            before = signal.getsignal(number)
+            before = _signal.getsignal(number)
             while isinstance(before, _Handler) and not before.waits:  # that an interrupt has left there
                 before = before.before
             if callable(before) and getattr(before, "__name__", "") != "_sighandler_noop":  # asyncio's raises nothing
                 handler = _Handler(before, self._came)
                 self._handlers.append((number, handler))
                 with suppress(ValueError):  # in a subinterpreter nothing is delivered
-                    signal.signal(number, handler)
+                    _signal.signal(number, handler)
         _deferring.append(self)
 
     def deliver(self) -> None:
@@ -47,9 +49,9 @@ class Deferred:
             _deferring.remove(self)
         for number, handler in reversed(self._handlers):
             handler.waits = False  # where an interrupt ends this loop, a handler that stays passes everything on
-            before, there = handler.before, signal.getsignal(number)
+            before, there = handler.before, _signal.getsignal(number)
             if there is handler:
-                signal.signal(number, before)
+                _signal.signal(number, before)
         late: BaseException | None = None
         handlers = {number: handler.before for number, handler in self._handlers}
         self._handlers = []

@@ -253,16 +253,16 @@ def test_many_interrupts_of_one_cleanup(alarms: Any) -> None:
 
 def test_an_interrupt_while_signals_come_back(alarms: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A handler that could not be put back passes on what comes."""
-    deferred, real = signals.Deferred(), signal.signal
+    deferred = signals.Deferred()
     deferred.defer()
 
     def interrupted(*_: Any) -> Any:
         raise Again
 
-    monkeypatch.setattr(signal, "signal", interrupted)
-    with pytest.raises(Again):
-        deferred.deliver()
-    monkeypatch.setattr(signal, "signal", real)
+    with monkeypatch.context() as patch:
+        patch.setattr(signals._signal, "signal", interrupted)
+        with pytest.raises(Again):
+            deferred.deliver()
     with pytest.raises(Again):
         signal.raise_signal(signal.SIGALRM)
     claims.to_the_end(lambda: None)

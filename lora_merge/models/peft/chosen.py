@@ -20,9 +20,12 @@ from .tokens import TOKENS
 
 _TUNER = "peft.tuners.tuners_utils.BaseTuner"
 _WRAPPER = "peft.utils.other.ModulesToSaveWrapper"
-_turns: WeakKeyDictionary[nn.Module, dict[object, tuple[int, bool]]] = WeakKeyDictionary()
-"""Of each model that is being read, by its first adapter layer, which its wrappers share: the threads that read it, and
-whether each chooses which adapters act."""
+Turns = dict[object, tuple[int, bool]]
+"""The threads that read a model, and whether each chooses which adapters act."""
+_turns: WeakKeyDictionary[nn.Module, Turns] = WeakKeyDictionary()
+"""Of each model, by its first adapter layer, which its wrappers share."""
+_known: WeakKeyDictionary[nn.Module, Turns | None] = WeakKeyDictionary()
+"""The same by the models that were asked for; None where the last look found no adapter."""
 _turned = threading.Condition()
 
 
@@ -30,10 +33,27 @@ def _renew() -> None:
     """Begin anew in a forked process, where the threads that read, or hold the lock, do not exist."""
     global _turned
     _turns.clear()
+    _known.clear()
     _turned = threading.Condition()
 
 
 os.register_at_fork(after_in_child=_renew)
+
+
+def _turns_of(model: Any, look: bool) -> Turns | None:
+    """Return those of a model; None where it has no adapters.
+
+    Args:
+        look: whether a model that had none is looked at again.
+    """
+    parts = [part for part in (model if isinstance(model, list | tuple) else (model,)) if isinstance(part, nn.Module)]
+    if not parts:
+        return None
+    found = _known.get(parts[0], ...)
+    if found is ... or (found is None and look):
+        layer = next((m for part in parts for m in part.modules() if TUNER_LAYER in lineage(type(m))), None)
+        found = _known[parts[0]] = None if layer is None else _turns.setdefault(layer, {})
+    return found
 
 
 def turn(model: Any, names: Sequence[str] | None = None) -> AbstractContextManager[None]:
@@ -42,15 +62,21 @@ def turn(model: Any, names: Sequence[str] | None = None) -> AbstractContextManag
     Args:
         names: that it will choose; None: those that act.
     """
-    parts = [part for part in (model if isinstance(model, list | tuple) else [model]) if isinstance(part, nn.Module)]
-    layer = next((m for part in parts for m in part.modules() if TUNER_LAYER in lineage(type(m))), None)
-    if layer is None:
+    chooses = names is not None
+    turns = _turns_of(model, chooses)
+    if turns is None:
         return nullcontext()
-    turns, me, chooses, mine = _turns.setdefault(layer, {}), threading.get_ident(), names is not None, object()
+    me, mine = threading.get_ident(), object()
+    if not chooses and any(who == me for who, _ in turns.values()):
+        return nullcontext()
+
+    def free() -> bool:
+        return not turns or all(who == me or not (chooses or other) for who, other in turns.values())
 
     def begin() -> None:
         with _turned:
-            _turned.wait_for(lambda: all(who == me or not (chooses or other) for who, other in turns.values()))
+            if not free():
+                _turned.wait_for(free)
             turns[mine] = me, chooses
 
     def end() -> None:
