@@ -67,7 +67,7 @@ def turn(model: Any, names: Sequence[str] | None = None) -> AbstractContextManag
     if turns is None:
         return nullcontext()
     me, mine = threading.get_ident(), object()
-    if not chooses and any(who == me for who, _ in turns.values()):
+    if not chooses and any(who == me for who, _ in list(turns.values())):  # others begin and end meanwhile
         return nullcontext()
 
     def free() -> bool:
