@@ -200,7 +200,9 @@ def environment(args: argparse.Namespace, folder: Path, way: str) -> dict[str, s
 
 def run(args: argparse.Namespace, folder: Path, way: str) -> Record:
     """Run one way, and return its figures, or why there are none."""
-    log, begin = folder / f"{way}.log", time.monotonic()
+    logs, begin = args.logs or folder, time.monotonic()
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / f"{way}.log"
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *flags(args, folder, way)]
     with (
         log.open("w") as printed,
@@ -217,9 +219,6 @@ def run(args: argparse.Namespace, folder: Path, way: str) -> Record:
         finally:
             end(running.pid)
     text = log.read_text(errors="replace")
-    if args.logs is not None:
-        args.logs.mkdir(parents=True, exist_ok=True)
-        (args.logs / f"{way}.log").write_text(text)
     steps = steps_of(folder / f"{way}.jsonl")
     if not failed and len(steps) < WARM_UP + args.steps:
         failed = f"verl logged {len(steps)} steps of {WARM_UP + args.steps}"

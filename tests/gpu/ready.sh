@@ -6,6 +6,11 @@
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_USE_DEEP_GEMM=0
 export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0}
 root=$PWD begun=$SECONDS
+# No name server answers: each look-up of an address, one a process group that torch makes, would take 20 seconds.
+export RES_OPTIONS="timeout:1 attempts:1"
+for address in $(hostname -I); do
+  grep -q "^$address " /etc/hosts || echo "$address $(hostname)" >> /etc/hosts
+done
 
 unpacked() { # ARCHIVE FOLDER
   [ ! -e "$1" ] || [ -e "$2/.unpacked" ] || { mkdir -p "$2" && tar xJf "$1" -C "$2" && touch "$2/.unpacked"; }
@@ -34,10 +39,12 @@ go() { # NAME SECONDS COMMAND ...
   echo "== $name: status $status after $((SECONDS - from)) s"
   return $status
 }
-with_sglang() {
-  env PYTHONPATH="$root/.gpu/sgl:$root" SGLANG_IS_FLASHINFER_AVAILABLE=0 OMP_NUM_THREADS=2 \
-    CUDA_HOME="$(dirname "$(dirname "$(readlink -f "$(command -v nvcc)")")")" "$@"
-}
-with_verl() {
-  env PYTHONPATH="$root/.gpu/verl_site:$root/.gpu/site:$root" "$@"
-}
+with_sglang() ( # COMMAND ..., also one of `go`
+  export PYTHONPATH="$root/.gpu/sgl:$root" SGLANG_IS_FLASHINFER_AVAILABLE=0 OMP_NUM_THREADS=2
+  export CUDA_HOME="$(dirname "$(dirname "$(readlink -f "$(command -v nvcc)")")")"
+  "$@"
+)
+with_verl() (
+  export PYTHONPATH="$root/.gpu/verl_site:$root/.gpu/site:$root"
+  "$@"
+)

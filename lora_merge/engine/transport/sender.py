@@ -7,7 +7,7 @@ import secrets
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate, groupby, islice
 from typing import Any
 
 import torch
@@ -205,13 +205,18 @@ class Sender:
         # taken.
         at = dict(zip(range(count), accumulate((index in turns for index in range(count)), initial=0), strict=False))
         others = {index for index in route.sent if index not in turns and source.collective and not source.alone(index)}
+        buffered = others.union(turns)
+        # Those in a row that need no buffer are made at once: to have streams wait for each other takes longer than all
+        # of their launches.
+        runs = [list(one) for _, one in groupby(range(count), lambda index: index if index in buffered else None)]
 
         def decide() -> None:
             for end in ends:
                 end.decide(gone)
 
-        def free(index: int) -> None:
-            if (index in turns or index in others) and at[index] >= 2:  # both buffers are free at first
+        def free(turn: int) -> None:
+            index = runs[turn][0]
+            if index in buffered and at[index] >= 2:  # both buffers are free at first
                 for end in ends:
                     end.reclaim(at[index] - 2, gone, stopped)
 
@@ -219,7 +224,7 @@ class Sender:
             """Yield what makes a bucket; each step may take all ranks."""
             if index in route.placed and not self._drained and route.targets is not None:
                 yield partial(source.write_direct, index, route.targets, run)
-            if index in turns or index in others:
+            if index in buffered:
                 yield lambda: source.fill(index, self._buffer(at[index]), run)
 
         def make(index: int) -> Received:
@@ -240,7 +245,8 @@ class Sender:
             return Received(index, buffer, placed)
 
         try:
-            yield from self._ahead(free, make, count)
+            for made in self._ahead(free, lambda turn: list(map(make, runs[turn])), len(runs)):
+                yield from made
             if route.recipients and not turns:
                 decide()  # workers that take nothing ask, too
             for end in ends:
