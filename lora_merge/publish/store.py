@@ -85,21 +85,24 @@ class Store:
         """Return True while a version is visible."""
         return bool(self.fs.exists(self._path(version, "" if self.folder is not None else MANIFEST)))
 
-    def manifest(self, version: int) -> Manifest:
+    def manifest(self, version: int, *, signed: bool = True) -> Manifest:
         """Return the manifest of a version.
+
+        Args:
+            signed: whether it has to be signed with the key, if there is one.
 
         Raises:
             InvalidInput: there is no such version, or it is torn or somebody else's; as of `Manifest.read`.
         """
         try:
-            data = self.fs.cat_file(self._path(version, MANIFEST))
+            data = self.fs.cat_file(self._file(version, MANIFEST))
         except (FileNotFoundError, NotADirectoryError) as error:
             if version not in (there := self.numbers()):
                 raise InvalidInput(
                     f"there is no {self.where(version)}, or no longer: it has {', '.join(map(str, there)) or 'none'}"
                 ) from error
             raise InvalidInput(f"{self.where(version)} has no {MANIFEST}: it is torn, or somebody else's") from error
-        return Manifest.read(data, self.where(version), version, self.key)
+        return Manifest.read(data, self.where(version), version, self.key if signed else None)
 
     def fetch(self, manifest: Manifest, into: Path) -> Path:
         """Copy the files of a version into a new folder, checked, and return it.
@@ -116,8 +119,8 @@ class Store:
         try:
             for name, entry in manifest.files.items():
                 try:
-                    self.fs.get_file(self._path(manifest.version, name), str(folder / name))
-                except FileNotFoundError as error:
+                    self.fs.get_file(self._file(manifest.version, name), str(folder / name))
+                except (FileNotFoundError, NotADirectoryError) as error:
                     raise InvalidInput(f"{self.where(manifest.version)} lacks {name}: torn, or just removed") from error
                 check_file(folder / name, entry, self.where(manifest.version))
         except BaseException:
@@ -220,6 +223,13 @@ class Store:
 
     def _path(self, version: int, name: str = "") -> str:
         return f"{self.root}/versions/{version:0{_DIGITS}d}/{name}".rstrip("/")
+
+    def _file(self, version: int, name: str) -> str:
+        """Return the path of a version's file; raise `FileNotFoundError` for a pipe, a device, ..."""
+        path = self._path(version, name)
+        if self.folder is not None and not Path(path).is_file():
+            raise FileNotFoundError(path)
+        return path
 
     def _names(self, what: str) -> list[str]:
         path = f"{self.root}/{what}"

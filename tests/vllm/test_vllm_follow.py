@@ -128,6 +128,14 @@ def test_an_engine_follows(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
         with closing(VllmSync(model, llm)) as sync:
             sync.push()  # a trainer may push over it at any time
             assert_answers(ask(llm), model)
+            # A follower does not take its place, and says what is served.
+            follower = Follower(llm, url, base=tmp_path / "base", key=KEY, name="one")
+            with pytest.raises(PushRefused, match="which a trainer pushed over the checkpoint"):
+                follower.step()
+            (shown_now,) = status(Store(url, KEY)).engines
+            assert (shown_now.serves, shown_now.newest) == (str(*sync.states()), False)
+            assert_answers(ask(llm), model)
+            follower.close()
 
 
 def test_an_engine_follows_a_bucket(tmp_path: Path) -> None:
