@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -323,8 +322,8 @@ class Follower:
     def _forget_others(self) -> None:
         """Remove the last words of engines that have been silent for a day."""
         with suppress(Exception):
-            for name, said in self._store.engines().items():
-                if silent_for(said) > _FORGET_S:
+            for name, silent in self._store.silent(self._store.engines()).items():
+                if silent > _FORGET_S:
                     self._store.tell(name, None)
 
 
@@ -357,15 +356,6 @@ def _name_of(engine: Any) -> str:
 def name_here() -> str:
     """Return a name for an engine of this process: containers that share a host's name may share process ids, too."""
     return f"{socket.gethostname()}-{os.getpid()}-{token_hex(2)}"
-
-
-def silent_for(said: dict[str, Any]) -> float:
-    """Return the seconds since a follower has said this."""
-    try:
-        at = datetime.fromisoformat(str(said.get("at", "")).replace("Z", "+00:00"))
-        return max((datetime.now(UTC) - at).total_seconds(), 0.0)
-    except (ValueError, TypeError, OverflowError):  # no time, or one without its zone
-        return float("inf")
 
 
 def to_stderr(line: str) -> None:

@@ -16,9 +16,9 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -146,6 +146,29 @@ class Store:
                 said = json.loads(self.fs.cat_file(f"{self.root}/engines/{name}"))
                 if isinstance(said, dict):
                     found[name.removesuffix(".json")] = said
+        return found
+
+    def silent(self, engines: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+        """Return the seconds for which followers have said nothing, by the clock of the store where that tells one, as
+        those of hosts differ: a file is written to ask it what time it is.
+
+        Args:
+            engines: as of `engines`.
+        """
+        folder = f"{self.root}/engines"
+        asked, here = f"{folder}/.now-{token_hex(4)}", datetime.now(UTC)
+        with suppress(Exception):  # one that cannot be written to: this host's clock has to do
+            self.fs.pipe_file(asked, b"")
+            here = self.fs.modified(asked)
+        with suppress(Exception):
+            self.fs.rm_file(asked)
+        found = {}
+        for name, said in engines.items():
+            try:
+                silent = here - self.fs.modified(f"{folder}/{name}.json")
+            except Exception:  # not every store of fsspec's says when
+                silent = _since(said)
+            found[name] = max(silent.total_seconds(), 0.0)
         return found
 
     # ---- writing -----------------------------------------------------------------------------------------------------
@@ -287,6 +310,14 @@ class Store:
 def now() -> str:
     """Return the time in UTC, as manifests have it."""
     return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _since(said: Mapping[str, Any]) -> timedelta:
+    """Return the time since a follower has said something, by its clock and this host's."""
+    try:
+        return datetime.now(UTC) - datetime.fromisoformat(str(said.get("at", "")).replace("Z", "+00:00"))
+    except (ValueError, TypeError, OverflowError):  # no time, or one without its zone
+        return timedelta.max
 
 
 def _sync(path: Path) -> None:
