@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -157,6 +158,27 @@ def test_an_engine_follows_a_bucket(tmp_path: Path) -> None:
                 assert answers(server) == of_policy(model)
                 train(model, step)
                 publisher.publish()
+
+
+def test_clients_hear_why_nothing_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a real server that came late, of which the store holds nothing that it trusts; vLLM tells clients nothing of
+    most errors."""
+    model, url, base = models.with_lora(engines.qwen2, **DENSE), tmp_path / "run7", tmp_path / "base"
+    engines.save_base(model.get_base_model(), base)
+    Publisher(model, url).publish()
+    monkeypatch.setenv("LORA_MERGE_STORE_KEY", KEY)
+    with serving(base, tmp_path / "a.log", url) as server:
+        server.wait()
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            answers(server)
+        said = refused.value.read().decode()
+        assert refused.value.code == 503, said
+        assert "serves no version of it yet: none of the versions of" in said
+        assert "is not signed" in said
+        train(model, 0)
+        Publisher(model, url).publish()
+        until(lambda: all(engine.newest for engine in status(Store(url)).engines))
+        assert answers(server) == of_policy(model)
 
 
 def test_what_is_wrapped_is_there() -> None:

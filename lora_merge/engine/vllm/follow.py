@@ -22,6 +22,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from http import HTTPStatus
 from multiprocessing.connection import Connection
 from operator import attrgetter
 from secrets import token_hex
@@ -58,7 +59,9 @@ class Following:
         """Wait until the engine serves what it should; begin to follow at the first call.
 
         Raises:
-            RuntimeError: it cannot be brought to that.
+            GracefulHTTPError: it cannot be brought to that; servers answer with 503 and the reason, and with those of
+                other errors that come from here they say none.
+            RuntimeError: the same, in a vLLM without it.
         """
         if self._loop is None:
             self.begin()
@@ -66,7 +69,10 @@ class Following:
             return
         await self._tried.wait()
         if not self._serves.is_set():
-            raise RuntimeError(f"this engine follows {self._url} and serves no version of it yet: {self._failed}")
+            why = f"this engine follows {self._url} and serves no version of it yet: {self._failed}"
+            if internals.has("GracefulHTTPError"):
+                raise internals.GracefulHTTPError(why, HTTPStatus.SERVICE_UNAVAILABLE)
+            raise RuntimeError(why)
 
     def begin(self) -> None:
         """Begin to follow, in the running event loop; raise `RuntimeError` if none runs."""
