@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import os
@@ -29,6 +30,7 @@ from torch import nn
 from lora_merge import Follower, LoraMergeError, Publisher, PushRefused, VllmSync, save_merged
 from lora_merge.cli import main
 from lora_merge.engine.transport.sender import Sender
+from lora_merge.engine.vllm import follow
 from lora_merge.publish.status import StoreStatus, status
 from lora_merge.publish.store import Store
 from tests.vllm.test_vllm_processes import Server, greedy
@@ -181,6 +183,49 @@ def test_clients_hear_why_nothing_is_served(tmp_path: Path, monkeypatch: pytest.
         assert answers(server) == of_policy(model)
 
 
+def test_requests_wait_after_a_sleep_that_threw_weights_away() -> None:
+    """Whoever wakes the engine finds whatever the memory holds, until the follower has looked. (CPUs have no sleep
+    mode: what comes of it is told as the process beside tells it.)"""
+
+    class Engine:
+        async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+            slept.append((level, mode))
+
+    async def waits(ready: Any) -> bool:
+        await asyncio.sleep(0.01)
+        return not ready.done()
+
+    async def check() -> None:
+        engine, sleep = Engine(), follow._losing(Engine.sleep)
+        following = engine.__dict__[follow._ATTRIBUTE] = follow.Following(engine, "file:///there")
+        following._loop = asyncio.get_running_loop()
+        following._asked = True  # as at its first look
+        following._note(None)
+        await following.ready()
+        await sleep(engine)
+        await following.ready()
+        await sleep(engine, 2, mode="keep")
+        following._note(None)  # of a look at the store alone
+        ready = asyncio.ensure_future(following.ready())
+        assert await waits(ready)
+        following._asked = True
+        following._note("the engine sleeps")
+        with pytest.raises(Exception, match="serves no version of it yet: the engine sleeps"):
+            await ready
+        following._note(None)
+        await following.ready()
+        following._note("the store is gone")  # what it serves is right
+        await following.ready()
+        following._note(follow._ENDED)
+        await sleep(engine, level=2)
+        with pytest.raises(Exception, match="has ended"):
+            await following.ready()
+
+    slept = list[tuple[int, str]]()
+    asyncio.run(check())
+    assert slept == [(1, "abort"), (2, "keep"), (2, "abort")]
+
+
 def test_what_is_wrapped_is_there() -> None:
     """The names of vLLM's on which `LORA_MERGE_FOLLOW` relies."""
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -189,6 +234,7 @@ def test_what_is_wrapped_is_there() -> None:
     assert "client_count" in inspect.signature(AsyncLLM.__init__).parameters
     assert inspect.iscoroutinefunction(AsyncLLM.add_request)
     assert inspect.isfunction(AsyncLLM.shutdown)
+    assert list(inspect.signature(AsyncLLM.sleep).parameters)[:2] == ["self", "level"]
     assert "self.add_request(" in inspect.getsource(AsyncLLM.generate)
     assert "self.add_request(" in inspect.getsource(AsyncLLM.encode)
     assert inspect.isfunction(LLMEngine.__init__)
@@ -312,8 +358,8 @@ def test_a_fleet_converges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             beside.terminate()
             beside.wait(20)
         assert beside.returncode == 0
-        check_staging(b, url, base, model, publisher, monkeypatch)
         assert f"{socket.gethostname()}-{b.port}" not in store.engines()  # it has said that it ends
+        check_staging(b, url, base, model, publisher, monkeypatch)
 
 
 def check_staging(
