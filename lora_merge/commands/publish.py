@@ -143,5 +143,6 @@ def _words(found: StoreStatus) -> str:
         marks = [] if e.newest else ["not the newest"]
         marks += [f"silent for {e.silent:.0f} s"] if e.silent > SILENT_S else []
         marks += [e.error] if e.error else []
-        lines.append("  ".join([f"  {e.engine}", f"serves {e.serves or 'nothing yet'}", f"since {e.since}", *marks]))
+        serves = e.serves or "what is not known"
+        lines.append("  ".join([f"  {e.engine}", f"serves {serves}", f"since {e.since}", *marks]))
     return "\n".join(lines)

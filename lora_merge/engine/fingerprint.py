@@ -48,7 +48,7 @@ class Sampler:
         return digest.hexdigest()
 
     def _prepare(self, tensors: list[Tensor]) -> None:
-        views = [_spread(t) for t in tensors]
+        views = [spread(t) for t in tensors]
         starts = [0]
         for view in views:
             starts.append(starts[-1] + -(-view.numel() * view.element_size() // 16) * 16)
@@ -62,7 +62,7 @@ class Sampler:
         self._plan.release()  # addresses are compared before every run; memory that its owner lets go of is freed
 
 
-def _spread(tensor: Tensor) -> Tensor:
+def spread(tensor: Tensor) -> Tensor:
     """Return an `[n, 1]` view of up to `SAMPLES` elements spread over a tensor."""
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     step = max(1, last // (SAMPLES - 1))

@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -110,13 +109,23 @@ class Follower:
             PushFailed: as for `serve.load_adapter`.
             OSError, and what else the store's library raises: the store cannot be read.
         """
+        try:
+            report = self._looks()
+        except Exception as error:  # a store's library has errors of its own
+            self._serving(self._held_now())
+            self._speak(str(error) if isinstance(error, LoraMergeError) else f"{type(error).__name__}: {error}")
+            raise
+        self._speak("; ".join(self._notes.values()))
+        return report
+
+    def _looks(self) -> SyncReport | None:
+        """Make a step, and make it again where versions are removed meanwhile."""
         for _ in range(_LOOKS - 1):
             with suppress(_Removed):
                 return self._look()
         return self._look()
 
     def _look(self) -> SyncReport | None:
-        """Make a step."""
         numbers = self._store.numbers()
         due = self._held is None or time.monotonic() - self._checked > _CHECK_S
         if not due and numbers == self._seen and not any(map(self._store.has, self._newer)):
@@ -132,7 +141,7 @@ class Follower:
         newest = next(self._store.newest(), 0)
         self._newer = [number for number in numbers if number > newest]
         report, serves = None, None
-        for manifest in self._newest():
+        for manifest in self._newest(held):
             if (held.kind, held.adapter) != ("merged", manifest.name):
                 self._note_other(held, manifest)
                 try:
@@ -147,7 +156,7 @@ class Follower:
             break
         if serves is None and self._notes:
             raise PushRefused(f"none of the versions of {self._store.url} can be served: {_first(self._notes)}")
-        self._serving(serves, held, report)
+        self._tell_of(serves, held, report)
         self._held, self._seen, self._checked = held, numbers, time.monotonic()
         return report
 
@@ -178,15 +187,13 @@ class Follower:
 
     def try_step(self) -> bool:
         """Make a step; tell an error, and return False, where it fails."""
+        said = self.error
         try:
             self.step()
-        except Exception as error:  # a store's library has errors of its own
-            text = str(error) if isinstance(error, LoraMergeError) else f"{type(error).__name__}: {error}"
-            if text != self._said["error"]:
-                self._told(f"{self._name}: {text}")
-            self._speak(error=text)
+        except Exception:
+            if self.error != said:
+                self._told(f"{self._name}: {self.error}")
             return False
-        self._speak(error="; ".join(self._notes.values()))
         return True
 
     def close(self) -> None:
@@ -197,7 +204,8 @@ class Follower:
 
     @property
     def serves(self) -> str:
-        """What the engine serves: the name of a version, or what else it holds; "" before the first step."""
+        """What the engine serves: the name of a version, or what else it holds; "" before the first step, and where the
+        engine does not say."""
         return str(self._said["serves"])
 
     @property
@@ -205,10 +213,10 @@ class Follower:
         """What is wrong at the moment; "" for nothing."""
         return str(self._said["error"])
 
-    def _newest(self) -> Iterator[Manifest]:
+    def _newest(self, held: State) -> Iterator[Manifest]:
         """Yield the versions that may be served, the newest first."""
         self._notes = {}
-        for version in self._store.newest():
+        for version in self._visible(held):
             try:
                 manifest = self._store.manifest(version)
             except InvalidInput as error:
@@ -220,6 +228,16 @@ class Follower:
                 self._pass_over(version, why)
                 continue
             yield manifest
+
+    def _visible(self, held: State) -> Iterator[int]:
+        """Yield the versions that are visible, the newest first: some stores list late, also what an engine holds."""
+        run, _, rest = held.adapter.rpartition("@")
+        number = rest.partition("-")[0]
+        listed = list(self._store.newest())
+        known = int(number) if run == self._store.run and number.isdecimal() else 0
+        if known > max(listed, default=0) and self._store.has(known):
+            yield known
+        yield from listed
 
     def _check_there(self, version: int, error: Exception) -> None:
         """Raise `_Removed` if a version that could not be read is no longer in the store."""
@@ -251,16 +269,26 @@ class Follower:
             self._told(f"{self._name}: note: {text}")
         return report
 
-    def _serving(self, manifest: Manifest | None, held: State, report: SyncReport | None) -> None:
-        """Note, and tell, what the engine serves now."""
-        serves = held.adapter or str(held)
-        changed = serves != self._said["serves"]
-        self._said |= {"serves": serves, "version": None if manifest is None else manifest.version}
-        if changed:
-            self._said["since"] = now()
+    def _held_now(self) -> str:
+        """Return what the engine says that it holds, after a step that failed; "" where it says nothing."""
+        with suppress(Exception):
+            return _words(self._loader.state())
+        return ""
+
+    def _serving(self, serves: str, version: int | None = None) -> bool:
+        """Note what the engine serves now; return True if it was something else before."""
+        if changed := serves != self._said["serves"]:
+            self._said |= {"serves": serves, "version": None, "since": now()}
             self._spoken = 0.0
-            if manifest is None:
-                self._told(f"{self._name}: {self._store.url} has no version yet; the engine holds {serves}")
+        if version is not None:
+            self._said["version"] = version
+        return changed
+
+    def _tell_of(self, manifest: Manifest | None, held: State, report: SyncReport | None) -> None:
+        """Note, and tell, what the engine serves now."""
+        serves = _words(held)
+        if self._serving(serves, None if manifest is None else manifest.version) and manifest is None:
+            self._told(f"{self._name}: {self._store.url} has no version yet; the engine holds {serves}")
         if report is not None and manifest is not None:
             stood = waited(report, self._pause)
             self._said |= {"nbytes": manifest.nbytes, "waited": stood}
@@ -294,9 +322,14 @@ class Follower:
     def _forget_others(self) -> None:
         """Remove the last words of engines that have been silent for a day."""
         with suppress(Exception):
-            for name, said in self._store.engines().items():
-                if silent_for(said) > _FORGET_S:
+            for name, silent in self._store.silent(self._store.engines()).items():
+                if silent > _FORGET_S:
                     self._store.tell(name, None)
+
+
+def _words(held: State) -> str:
+    """Return what an engine holds: the name of a version, or what else."""
+    return held.adapter or str(held)
 
 
 def _first(notes: dict[int, str]) -> str:
@@ -323,15 +356,6 @@ def _name_of(engine: Any) -> str:
 def name_here() -> str:
     """Return a name for an engine of this process: containers that share a host's name may share process ids, too."""
     return f"{socket.gethostname()}-{os.getpid()}-{token_hex(2)}"
-
-
-def silent_for(said: dict[str, Any]) -> float:
-    """Return the seconds since a follower has said this."""
-    try:
-        at = datetime.fromisoformat(str(said.get("at", "")).replace("Z", "+00:00"))
-        return max((datetime.now(UTC) - at).total_seconds(), 0.0)
-    except (ValueError, TypeError, OverflowError):  # no time, or one without its zone
-        return float("inf")
 
 
 def to_stderr(line: str) -> None:

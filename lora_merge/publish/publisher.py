@@ -20,8 +20,7 @@ from ..models.megatron.live import is_megatron
 from ..models.peft.chosen import turn
 from ..models.peft.files import CONFIG, TENSORS
 from ..shards.ranks import Ranks
-from ..stream.samples import sampled_names, samples_of
-from ..stream.weights import MergedWeights
+from .base import BaseSamples, other_than
 from .contents import Contents, TensorFile
 from .manifest import Base, Manifest, entry_of
 from .megatron import MegatronContents
@@ -87,7 +86,10 @@ class Publisher:
         self._world = Ranks(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
         self._known_as, self._process = token_hex(8), os.getpid()
         self._last: int | None = None
-        self._samples: dict[str, dict[str, str]] | None = None
+        self._samples: BaseSamples | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_samples": None}  # buffers and locks
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Make a copy, or what was pickled, another publisher: what it publishes is another's to this one."""
@@ -153,7 +155,7 @@ class Publisher:
 
     def _write(self, shards: Any, ranks: Ranks, config: Any, pin: bool) -> Manifest | None:
         """Write a version; collective over the ranks of the model. Returns its manifest on the first."""
-        samples = self._base_samples(ranks)
+        samples = self._base_samples(shards, ranks)
         file = TensorFile(shards, ranks)
         first, draft = ranks.rank == 0, None
         manifest: Manifest | None = None
@@ -196,26 +198,20 @@ class Publisher:
                 stacklevel=4,
             )
 
-    def _base_samples(self, ranks: Ranks) -> dict[str, dict[str, str]]:
-        """Return samples of the base's tensors that the adapter changes; taken once, as a pass over the base."""
-        if ranks.any(self._samples is None):
-            adapted = MergedWeights(self._model)
-            adapted.as_it_lies = False  # of a model that is trained on merged weights: with what adapters add to which
-            writer = adapted.bucket_writer()
-            parts = writer.source.parts
-            changed = [n for n, e in writer.entries.items() if any(parts[s].delta is not None for s in e.sources)]
-            self._samples = samples_of(MergedWeights(self._model, adapters=False), sampled_names(changed))
-        assert self._samples is not None
-        return self._samples
+    def _base_samples(self, shards: Any, ranks: Ranks) -> dict[str, dict[str, str]]:
+        """Return samples of the base, as of `BaseSamples`."""
+        self._samples = self._samples or BaseSamples(self._model)
+        return self._samples(shards, ranks)
 
     def _next(self, base: Base) -> tuple[int, int | None]:
         """Return the number of the next version, and its parent."""
         newest = self._check_last()
-        if newest is not None and newest.base.fingerprint != base.fingerprint:
+        if newest is not None and (differs := other_than(newest.base, base)):
             raise InvalidInput(
                 f"{self._store.url} holds versions that were trained on another base ({newest.base.name}, fingerprint "
-                f"{newest.base.fingerprint}) than this model's ({base.name}, {base.fingerprint}), or adapt other "
-                "modules: publish into a store of its own"
+                f"{newest.base.fingerprint}) than this model has now ({base.name}, {base.fingerprint}): {differs} is "
+                "not the same. If it is to be another base, publish into a store of its own; if not, give the model "
+                "the base that it had: PEFT's merge_adapter() and unmerge_adapter() round it"
             )
         _check_key(self._store, newest)
         number = max(_free_number(self._store), (self._last or 0) + 1)  # stores may list the last one late
@@ -235,10 +231,11 @@ class Publisher:
 
 
 def newest_of(store: Store) -> Manifest | None:
-    """Return the manifest of the newest version that is one; None where there is none."""
+    """Return the manifest of the newest version that is one; None where there is none. Whatever key it is signed with:
+    one of a trainer with another key is another trainer's."""
     for version in store.newest():
         try:
-            return store.manifest(version)
+            return store.manifest(version, signed=False)
         except InvalidInput:
             continue
     return None

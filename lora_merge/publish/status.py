@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InvalidInput
-from .follower import silent_for
 from .store import Store
 
 SILENT_S = 60.0
@@ -76,12 +75,14 @@ def status(store: Store) -> StoreStatus:
         if not newest:
             newest, base = m.name, f"{m.base.name or 'a model without a name'}, fingerprint {m.base.fingerprint}"
         versions.append(VersionStatus(number, m.name, m.created, m.nbytes, number in pinned, m.copy_of, ""))
-    engines = [_engine(name, said, newest) for name, said in sorted(store.engines().items())]
+    heard = store.engines()
+    silent = store.silent(heard) if heard else {}
+    engines = [_engine(name, said, newest, silent[name]) for name, said in sorted(heard.items())]
     return StoreStatus(store.url, base, versions, engines)
 
 
-def _engine(name: str, said: dict[str, Any], newest: str) -> EngineStatus:
+def _engine(name: str, said: dict[str, Any], newest: str, silent: float) -> EngineStatus:
     serves = str(said.get("serves", ""))
     texts = (str(said.get(key, "")) for key in ("since", "error"))
     since, error = texts
-    return EngineStatus(name, serves, since, silent_for(said), bool(newest) and serves == newest, error)
+    return EngineStatus(name, serves, since, silent, bool(newest) and serves == newest, error)

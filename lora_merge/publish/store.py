@@ -16,9 +16,9 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -85,21 +85,24 @@ class Store:
         """Return True while a version is visible."""
         return bool(self.fs.exists(self._path(version, "" if self.folder is not None else MANIFEST)))
 
-    def manifest(self, version: int) -> Manifest:
+    def manifest(self, version: int, *, signed: bool = True) -> Manifest:
         """Return the manifest of a version.
+
+        Args:
+            signed: whether it has to be signed with the key, if there is one.
 
         Raises:
             InvalidInput: there is no such version, or it is torn or somebody else's; as of `Manifest.read`.
         """
         try:
-            data = self.fs.cat_file(self._path(version, MANIFEST))
+            data = self.fs.cat_file(self._file(version, MANIFEST))
         except (FileNotFoundError, NotADirectoryError) as error:
             if version not in (there := self.numbers()):
                 raise InvalidInput(
                     f"there is no {self.where(version)}, or no longer: it has {', '.join(map(str, there)) or 'none'}"
                 ) from error
             raise InvalidInput(f"{self.where(version)} has no {MANIFEST}: it is torn, or somebody else's") from error
-        return Manifest.read(data, self.where(version), version, self.key)
+        return Manifest.read(data, self.where(version), version, self.key if signed else None)
 
     def fetch(self, manifest: Manifest, into: Path) -> Path:
         """Copy the files of a version into a new folder, checked, and return it.
@@ -116,8 +119,8 @@ class Store:
         try:
             for name, entry in manifest.files.items():
                 try:
-                    self.fs.get_file(self._path(manifest.version, name), str(folder / name))
-                except FileNotFoundError as error:
+                    self.fs.get_file(self._file(manifest.version, name), str(folder / name))
+                except (FileNotFoundError, NotADirectoryError) as error:
                     raise InvalidInput(f"{self.where(manifest.version)} lacks {name}: torn, or just removed") from error
                 check_file(folder / name, entry, self.where(manifest.version))
         except BaseException:
@@ -143,6 +146,29 @@ class Store:
                 said = json.loads(self.fs.cat_file(f"{self.root}/engines/{name}"))
                 if isinstance(said, dict):
                     found[name.removesuffix(".json")] = said
+        return found
+
+    def silent(self, engines: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+        """Return the seconds for which followers have said nothing, by the clock of the store where that tells one, as
+        those of hosts differ: a file is written to ask it what time it is.
+
+        Args:
+            engines: as of `engines`.
+        """
+        folder = f"{self.root}/engines"
+        asked, here = f"{folder}/.now-{token_hex(4)}", datetime.now(UTC)
+        with suppress(Exception):  # one that cannot be written to: this host's clock has to do
+            self.fs.pipe_file(asked, b"")
+            here = self.fs.modified(asked)
+        with suppress(Exception):
+            self.fs.rm_file(asked)
+        found = {}
+        for name, said in engines.items():
+            try:
+                silent = here - self.fs.modified(f"{folder}/{name}.json")
+            except Exception:  # not every store of fsspec's says when
+                silent = _since(said)
+            found[name] = max(silent.total_seconds(), 0.0)
         return found
 
     # ---- writing -----------------------------------------------------------------------------------------------------
@@ -221,6 +247,13 @@ class Store:
     def _path(self, version: int, name: str = "") -> str:
         return f"{self.root}/versions/{version:0{_DIGITS}d}/{name}".rstrip("/")
 
+    def _file(self, version: int, name: str) -> str:
+        """Return the path of a version's file; raise `FileNotFoundError` for a pipe, a device, ..."""
+        path = self._path(version, name)
+        if self.folder is not None and not Path(path).is_file():
+            raise FileNotFoundError(path)
+        return path
+
     def _names(self, what: str) -> list[str]:
         path = f"{self.root}/{what}"
         self.fs.invalidate_cache(path)
@@ -277,6 +310,14 @@ class Store:
 def now() -> str:
     """Return the time in UTC, as manifests have it."""
     return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _since(said: Mapping[str, Any]) -> timedelta:
+    """Return the time since a follower has said something, by its clock and this host's."""
+    try:
+        return datetime.now(UTC) - datetime.fromisoformat(str(said.get("at", "")).replace("Z", "+00:00"))
+    except (ValueError, TypeError, OverflowError):  # no time, or one without its zone
+        return timedelta.max
 
 
 def _sync(path: Path) -> None:

@@ -19,8 +19,8 @@ from lora_merge import InvalidInput, MergedWeights, Publisher, UnsupportedAdapte
 from lora_merge.models.megatron.read import Chunks
 from lora_merge.models.peft.folder import read_folder
 from lora_merge.publish import contents
+from lora_merge.publish.contents import Contents
 from lora_merge.publish.store import Store
-from lora_merge.shards.ranks import Ranks
 from tests.megatron.test_megatron_read import Case
 
 CASES = [
@@ -90,7 +90,9 @@ def test_each_rank_writes_what_it_owns(case: Case, tmp_path: Path) -> None:
         assert torch.equal(tensor, wanted[name]), name
     assert json.loads(files[0])["base_model_name_or_path"] is None
     samples = Store(tmp_path / "run7").manifest(2).base.samples
-    assert samples == Publisher(policy, tmp_path / "plain")._base_samples(Ranks(None)), "of the same base"
+    assert samples == Publisher(policy, tmp_path / "plain")._base_samples(*Contents(policy).tensors()), (
+        "of the same base"
+    )
 
 
 def refused(case: Case, url: str, train: str, kind: type[Exception], message: str) -> None:

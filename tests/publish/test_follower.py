@@ -13,10 +13,12 @@ import models
 import pytest
 
 from lora_merge import Follower, Publisher, PushRefused
+from lora_merge.cli import main
 from lora_merge.engine.push.replica import SyncReport
 from lora_merge.engine.state import OWN, State
 from lora_merge.publish import follower as module
 from lora_merge.publish.manifest import MANIFEST, Manifest
+from lora_merge.publish.status import status
 from lora_merge.publish.store import Store
 
 
@@ -27,6 +29,8 @@ class Loader:
         self.loaded, self.held = list[str](), State()
 
     def state(self) -> State:
+        if self.held.kind == "gone":
+            raise PushRefused("the engine does not answer")
         return self.held
 
     def load(self, folder: Path, *, name: str, **options: Any) -> SyncReport:
@@ -71,12 +75,12 @@ def test_a_version_that_is_removed_while_it_is_read_brings_no_older_one(
     assert follower.step() is not None
     assert loaded(follower) == ["run7@3"]
 
-    def later(store: Store, version: int) -> Manifest:
+    def later(store: Store, version: int, **options: Any) -> Manifest:
         nonlocal many
         if many and store is follower._store and version > 1:
             many -= 1
             publisher.publish()
-        return manifest(store, version)
+        return manifest(store, version, **options)
 
     many = 1
     monkeypatch.setattr(Store, "fetch", fetch)
@@ -114,6 +118,86 @@ def test_a_store_that_is_gone_is_an_error(tmp_path: Path) -> None:
     assert again.try_step()
     assert not follower.error
     assert loaded(again) == []
+
+
+def test_status_says_what_an_engine_serves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever makes the steps, and where something else is served by now than the follower has brought."""
+    url = str(tmp_path / "run7")
+    Publisher(models.with_lora(models.qwen2), url).publish()
+
+    def shown() -> tuple[str, bool, bool, int]:
+        found = status(Store(url))
+        (engine,) = found.engines
+        return engine.serves.partition("-")[0], engine.newest, bool(engine.error), main(["status", url])
+
+    assert main(["follow", "http://there:8000", url, "--once"]) == 0
+    assert shown() == ("run7@1", True, False, 0)
+    assert "1 engines" in capsys.readouterr().out
+    follower = Follower("http://there:8000", url)
+    assert follower.step() is not None
+    brought = follower._loader.state()
+    assert shown() == ("run7@1", True, False, 0)
+
+    def refuses(loader: Loader, folder: Path, **options: Any) -> SyncReport:
+        raise PushRefused("a trainer has pushed here")
+
+    monkeypatch.setattr(Loader, "load", refuses)
+    for held, serves in (
+        (State("merged", 9, "0123", trainer="another"), "merged@9"),
+        (State("dirty", reason="something wrote to it"), "dirty (something wrote to it)"),
+        (State("gone"), ""),
+    ):
+        follower._loader.held, follower._checked = held, 0.0  # type: ignore[attr-defined]
+        with pytest.raises(PushRefused):
+            follower.step()
+        assert (follower.serves, *shown()[1:]) == (serves, False, True, 1)
+    assert "serves what is not known" in capsys.readouterr().out
+    follower._loader.held = brought  # type: ignore[attr-defined]
+    assert follower.try_step()
+    assert shown() == ("run7@1", True, False, 0)
+    follower.close()
+
+
+def test_a_listing_that_is_late_brings_no_older_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = tmp_path / "run7"
+    publisher, follower = Publisher(models.with_lora(models.qwen2), url), Follower("http://there:8000", url)
+    for _ in range(2):
+        publisher.publish()
+    assert follower.step() is not None
+    listed = follower._store.numbers()[:-1]
+    with monkeypatch.context() as patched:
+        patched.setattr(follower._store, "numbers", lambda: listed)
+        assert follower.step() is None
+    shutil.rmtree(url / "versions" / "00000002")  # what is gone is not served
+    follower._checked = 0.0
+    assert follower.step() is not None
+    assert loaded(follower) == ["run7@2", "run7@1"]
+    follower.close()
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "adapter_model.safetensors"])
+@pytest.mark.parametrize("kind", ["a folder", "a pipe", "a loop", "without an end"])
+def test_what_is_no_file_is_passed_over(name: str, kind: str, tmp_path: Path) -> None:
+    """Reading it would wait for ever, or fill the disk."""
+    publisher, follower = Publisher(models.with_lora(models.qwen2), tmp_path), Follower("http://there:8000", tmp_path)
+    for _ in range(2):
+        publisher.publish()
+    file = tmp_path / "versions" / "00000002" / name
+    file.unlink()
+    {
+        "a folder": file.mkdir,
+        "a pipe": lambda: os.mkfifo(file),
+        "a loop": lambda: file.symlink_to(file),
+        "without an end": lambda: file.symlink_to("/dev/zero"),
+    }[kind]()
+    assert follower.step() is not None
+    assert name in follower.error
+    assert publisher.publish().version == 3
+    assert follower.step() is not None
+    assert [name.partition("@")[2] for name in loaded(follower)] == ["1", "3"]
+    follower.close()
 
 
 def test_a_version_is_taken_as_soon_as_it_is_all_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

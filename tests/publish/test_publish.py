@@ -10,6 +10,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from lora_merge import InvalidInput, LoraMergeError, Publisher, PushRefused, UnsupportedAdapter, train_merged
 from lora_merge.cli import main
-from lora_merge.publish import contents
+from lora_merge.publish import base, contents
 from lora_merge.publish.manifest import MANIFEST, Manifest
 from lora_merge.publish.publisher import rollback
 from lora_merge.publish.status import status
@@ -209,11 +210,54 @@ def test_what_cannot_be_published_is_refused(tmp_path: Path) -> None:
         refused(model, "rounding='stochastic', and engines round what is published to nearest")
     with pytest.raises(InvalidInput, match=r"nosuch://there is no URL of a store"):
         Publisher(models.with_lora(models.qwen2), "nosuch://there")
-    # Versions of one store have one base.
-    Publisher(models.with_lora(models.qwen2), tmp_path / "run7").publish()
-    with pytest.raises(InvalidInput, match=r"trained on another base .* publish into a store of its own"):
-        Publisher(models.with_lora(models.qwen2, seed=3), tmp_path / "run7").publish()
-    assert Store(tmp_path / "run7").numbers() == [1]
+
+
+OTHER_BASE = r"trained on another base .* than this model has now .*: {} is not the same.* publish into a store of its"
+
+
+def test_versions_of_one_store_have_one_base(tmp_path: Path) -> None:
+    """Also where bases differ in what no adapter changes, as after a training of the rest; whatever is adapted."""
+    url, numbers = tmp_path / "run7", Store(tmp_path / "run7").numbers
+    Publisher(models.with_lora(models.qwen2), url).publish()
+    with pytest.raises(InvalidInput, match=OTHER_BASE.format(r"lm_head\.weight")):
+        Publisher(models.with_lora(models.qwen2, seed=3), url).publish()
+    narrow = models.with_lora(models.qwen2, target_modules=["q_proj"])
+    assert Publisher(narrow, url).publish().version == 2
+    narrow.base_model.model.model.norm.weight.data.mul_(2)
+    with pytest.raises(InvalidInput, match=OTHER_BASE.format(r"model\.norm\.weight")):
+        Publisher(narrow, url).publish()
+    assert numbers() == [1, 2]
+
+
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}, {"bias": "all"}], ids=str)
+def test_a_base_that_changes_while_it_is_trained_on(options: dict[str, Any], tmp_path: Path) -> None:
+    """Engines would merge what was trained on the new base into the one that they have. What a version holds whole is
+    no base, and each base is read once."""
+    model = models.with_lora(models.qwen2, **options)
+    publisher, store = Publisher(model, tmp_path / "run7"), Store(tmp_path / "run7")
+
+    def trained() -> int:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data.add_(0.01)
+        return publisher.publish().version
+
+    with mock.patch.object(base, "samples_of", wraps=base.samples_of) as reads:
+        assert [trained() for _ in range(3)] == [1, 2, 3]
+    assert reads.call_count == 1
+    layer = model.base_model.model.model.layers[1].self_attn.q_proj
+    before = layer.base_layer.weight.detach().clone()
+    for change in (
+        lambda: layer.base_layer.weight.data.mul_(2),
+        lambda: layer.base_layer.load_state_dict({"weight": before + 1}, strict=False, assign=True),
+    ):
+        change()
+        with pytest.raises(InvalidInput, match=OTHER_BASE.format(r"\S+layers\.1\.self_attn\.q_proj\.weight")):
+            trained()
+    assert store.numbers() == [1, 2, 3]
+    layer.base_layer.weight.data.copy_(before)
+    assert trained() == 4
+    assert len({store.manifest(version).base.fingerprint for version in store.numbers()}) == 1
 
 
 def test_a_trained_model_is_published_in_training(tmp_path: Path) -> None:
@@ -333,8 +377,10 @@ def test_a_version_that_is_there_is_its_publishers_own(tmp_path: Path, monkeypat
     (tmp_path / "run7" / "versions" / ".draft-of-mine").mkdir()
     (tmp_path / "run7" / "engines" / "a.json").mkdir(parents=True)
     assert [other.publish().version, other.publish().version] == [2, 3]
-    Store(tmp_path / "run7").tell("b", {"serves": "x", "at": "2026-01-01T00:00:00"})
-    assert [engine.silent for engine in status(Store(tmp_path / "run7")).engines] == [float("inf")]
+    store = Store(tmp_path / "run7")
+    store.tell("b", {"serves": "x", "at": "2026-01-01T00:00:00"})
+    with mock.patch.object(store.fs, "modified", side_effect=NotImplementedError):  # as of some stores
+        assert [engine.silent for engine in status(store).engines] == [timedelta.max.total_seconds()]
 
 
 def test_nothing_unsigned_is_published_beside_what_is_signed(tmp_path: Path) -> None:
@@ -345,6 +391,44 @@ def test_nothing_unsigned_is_published_beside_what_is_signed(tmp_path: Path) -> 
     assert main(["rollback", str(url), "1"]) == 1
     assert Store(url).numbers() == [1]
     assert rollback(Store(url, KEY), 1).version == 2
+
+
+def test_a_trainer_with_another_key_is_another_trainer(tmp_path: Path) -> None:
+    """Engines without a key would go from one's versions to the other's and back; its base counts, too."""
+    model, url = models.with_lora(models.qwen2), tmp_path / "run7"
+    one = Publisher(model, url, key=KEY)
+    one.publish()
+    other = Publisher(model, url, key=KEY * 2)  # the store's new key
+    assert other.publish().version == 2
+    assert Store(url).manifest(2).parent == 1
+    with pytest.raises(PushRefused, match=r"was 1, and run7@2-\w+ is there.*another trainer"):
+        one.publish()
+    for key in (KEY, KEY * 3):
+        with pytest.raises(InvalidInput, match=r"trained on another base"):
+            Publisher(models.with_lora(models.qwen2, seed=3), url, key=key).publish()
+    assert Store(url).numbers() == [1, 2]
+
+
+@pytest.mark.parametrize("url", ["{}/run7", "memory://{}/run7"])
+@pytest.mark.parametrize("at", ["2000-01-01T00:00:00Z", "2100-01-01T00:00:00Z"])
+def test_an_engines_clock_does_not_matter(url: str, at: str, tmp_path: Path) -> None:
+    """One whose host's clock was behind did not count, whatever it served; one whose clock was ahead never fell
+    silent."""
+    store = Store(url.format(tmp_path))
+    Publisher(models.with_lora(models.qwen2), store.url).publish()
+    store.tell("there", {"serves": "an older one", "at": at})
+    found = status(store)
+    assert found.engines[0].silent < 60
+    assert not found.converged
+    assert list(store.engines()) == ["there"]
+    assert [name for name in store._names("engines") if not name.endswith(".json")] == []
+    if store.folder is not None:
+        file = store.folder / "engines" / "there.json"
+        os.utime(file, (0, file.stat().st_mtime - 100))
+        assert status(store).engines[0].silent > 99
+        assert status(store).converged
+        with mock.patch.object(store.fs, "pipe_file", side_effect=PermissionError):  # then this host's clock has to do
+            assert status(store).engines[0].silent > 99
 
 
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -360,6 +444,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert f"there is no version 9 of {url}, or no longer: it has 1, 2, 3" in capsys.readouterr().err
     store = Store(url, KEY)
     store.tell("there:8000", {"serves": store.manifest(3).name, "since": "then", "at": "2026-01-01T00:00:00Z"})
+    os.utime(tmp_path / "run7" / "engines" / "there-8000.json", (0, 0))
     capsys.readouterr()
     assert main(["status", url, "--key-file", str(key), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import os
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -28,6 +30,7 @@ from torch import nn
 from lora_merge import Follower, LoraMergeError, Publisher, PushRefused, VllmSync, save_merged
 from lora_merge.cli import main
 from lora_merge.engine.transport.sender import Sender
+from lora_merge.engine.vllm import follow
 from lora_merge.publish.status import StoreStatus, status
 from lora_merge.publish.store import Store
 from tests.vllm.test_vllm_processes import Server, greedy
@@ -128,6 +131,14 @@ def test_an_engine_follows(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
         with closing(VllmSync(model, llm)) as sync:
             sync.push()  # a trainer may push over it at any time
             assert_answers(ask(llm), model)
+            # A follower does not take its place, and says what is served.
+            follower = Follower(llm, url, base=tmp_path / "base", key=KEY, name="one")
+            with pytest.raises(PushRefused, match="which a trainer pushed over the checkpoint"):
+                follower.step()
+            (shown_now,) = status(Store(url, KEY)).engines
+            assert (shown_now.serves, shown_now.newest) == (str(*sync.states()), False)
+            assert_answers(ask(llm), model)
+            follower.close()
 
 
 def test_an_engine_follows_a_bucket(tmp_path: Path) -> None:
@@ -151,6 +162,70 @@ def test_an_engine_follows_a_bucket(tmp_path: Path) -> None:
                 publisher.publish()
 
 
+def test_clients_hear_why_nothing_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a real server that came late, of which the store holds nothing that it trusts; vLLM tells clients nothing of
+    most errors."""
+    model, url, base = models.with_lora(engines.qwen2, **DENSE), tmp_path / "run7", tmp_path / "base"
+    engines.save_base(model.get_base_model(), base)
+    Publisher(model, url).publish()
+    monkeypatch.setenv("LORA_MERGE_STORE_KEY", KEY)
+    with serving(base, tmp_path / "a.log", url) as server:
+        server.wait()
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            answers(server)
+        said = refused.value.read().decode()
+        assert refused.value.code == 503, said
+        assert "serves no version of it yet: none of the versions of" in said
+        assert "is not signed" in said
+        train(model, 0)
+        Publisher(model, url).publish()
+        until(lambda: all(engine.newest for engine in status(Store(url)).engines))
+        assert answers(server) == of_policy(model)
+
+
+def test_requests_wait_after_a_sleep_that_threw_weights_away() -> None:
+    """Whoever wakes the engine finds whatever the memory holds, until the follower has looked. (CPUs have no sleep
+    mode: what comes of it is told as the process beside tells it.)"""
+
+    class Engine:
+        async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+            slept.append((level, mode))
+
+    async def waits(ready: Any) -> bool:
+        await asyncio.sleep(0.01)
+        return not ready.done()
+
+    async def check() -> None:
+        engine, sleep = Engine(), follow._losing(Engine.sleep)
+        following = engine.__dict__[follow._ATTRIBUTE] = follow.Following(engine, "file:///there")
+        following._loop = asyncio.get_running_loop()
+        following._asked = True  # as at its first look
+        following._note(None)
+        await following.ready()
+        await sleep(engine)
+        await following.ready()
+        await sleep(engine, 2, mode="keep")
+        following._note(None)  # of a look at the store alone
+        ready = asyncio.ensure_future(following.ready())
+        assert await waits(ready)
+        following._asked = True
+        following._note("the engine sleeps")
+        with pytest.raises(Exception, match="serves no version of it yet: the engine sleeps"):
+            await ready
+        following._note(None)
+        await following.ready()
+        following._note("the store is gone")  # what it serves is right
+        await following.ready()
+        following._note(follow._ENDED)
+        await sleep(engine, level=2)
+        with pytest.raises(Exception, match="has ended"):
+            await following.ready()
+
+    slept = list[tuple[int, str]]()
+    asyncio.run(check())
+    assert slept == [(1, "abort"), (2, "keep"), (2, "abort")]
+
+
 def test_what_is_wrapped_is_there() -> None:
     """The names of vLLM's on which `LORA_MERGE_FOLLOW` relies."""
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -159,6 +234,7 @@ def test_what_is_wrapped_is_there() -> None:
     assert "client_count" in inspect.signature(AsyncLLM.__init__).parameters
     assert inspect.iscoroutinefunction(AsyncLLM.add_request)
     assert inspect.isfunction(AsyncLLM.shutdown)
+    assert list(inspect.signature(AsyncLLM.sleep).parameters)[:2] == ["self", "level"]
     assert "self.add_request(" in inspect.getsource(AsyncLLM.generate)
     assert "self.add_request(" in inspect.getsource(AsyncLLM.encode)
     assert inspect.isfunction(LLMEngine.__init__)
@@ -282,8 +358,8 @@ def test_a_fleet_converges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             beside.terminate()
             beside.wait(20)
         assert beside.returncode == 0
-        check_staging(b, url, base, model, publisher, monkeypatch)
         assert f"{socket.gethostname()}-{b.port}" not in store.engines()  # it has said that it ends
+        check_staging(b, url, base, model, publisher, monkeypatch)
 
 
 def check_staging(

@@ -5,8 +5,8 @@ engine's event loop. Until the engine serves the newest version that there is, r
 or is started anew, answers nothing of its checkpoint. If the store has no version yet, the checkpoint is served until
 there is one.
 
-vLLM tells a plugin of no engine that is made, and lets it hold back no request, so `AsyncLLM.__init__`, `add_request`
-and `shutdown` are wrapped. Read in vLLM 0.26 and 0.32, run with 0.32.
+vLLM tells a plugin of no engine that is made, and lets it hold back no request, so `AsyncLLM.__init__`, `add_request`,
+`sleep` and `shutdown` are wrapped. Read in vLLM 0.26 and 0.32, run with 0.32.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from http import HTTPStatus
 from multiprocessing.connection import Connection
 from operator import attrgetter
 from secrets import token_hex
@@ -53,12 +54,15 @@ class Following:
         self._process: subprocess.Popen[bytes] | None = None
         self._serves, self._tried = asyncio.Event(), asyncio.Event()
         self._failed = ""
+        self._asked = False  # whether the process beside has asked the engine anything since it threw weights away
 
     async def ready(self) -> None:
         """Wait until the engine serves what it should; begin to follow at the first call.
 
         Raises:
-            RuntimeError: it cannot be brought to that.
+            GracefulHTTPError: it cannot be brought to that; servers answer with 503 and the reason, and with those of
+                other errors that come from here they say none.
+            RuntimeError: the same, in a vLLM without it.
         """
         if self._loop is None:
             self.begin()
@@ -66,7 +70,10 @@ class Following:
             return
         await self._tried.wait()
         if not self._serves.is_set():
-            raise RuntimeError(f"this engine follows {self._url} and serves no version of it yet: {self._failed}")
+            why = f"this engine follows {self._url} and serves no version of it yet: {self._failed}"
+            if internals.has("GracefulHTTPError"):
+                raise internals.GracefulHTTPError(why, HTTPStatus.SERVICE_UNAVAILABLE)
+            raise RuntimeError(why)
 
     def begin(self) -> None:
         """Begin to follow, in the running event loop; raise `RuntimeError` if none runs."""
@@ -85,6 +92,13 @@ class Following:
         connection = Connection(here.detach())
         threading.Thread(target=self._listen, args=(connection,), daemon=True, name="lora_merge_follow").start()
 
+    def lose(self) -> None:
+        """Have requests wait until the process beside has looked at the engine: it throws its weights away."""
+        self._asked = False
+        self._serves.clear()
+        if self._failed != _ENDED:  # else nobody will
+            self._tried.clear()
+
     def end(self) -> None:
         """End the process beside."""
         process, self._process = self._process, None
@@ -101,6 +115,7 @@ class Following:
                 while True:
                     kind, *said = connection.recv()
                     if kind == "call":
+                        self._asked = True
                         connection.send(self._made(*said))
                     elif kind == "tried":
                         self._loop.call_soon_threadsafe(self._note, *said)
@@ -127,6 +142,8 @@ class Following:
 
     def _note(self, error: str | None) -> None:
         """Let requests go on, or fail those that wait."""
+        if error is None and not (self._asked or self._serves.is_set()):
+            return  # of a look at the store alone, or from before
         self._failed = error or ""
         if error is None:
             self._serves.set()
@@ -142,6 +159,7 @@ def install(url: str) -> None:
     engine.__init__ = _following(engine.__init__)
     engine.add_request = _waiting(engine.add_request)
     engine.shutdown = _ending(engine.shutdown)
+    engine.sleep = _losing(engine.sleep)
     stepped.__init__ = _warning(stepped.__init__)
 
 
@@ -166,6 +184,13 @@ def _waiting(add: Callable[..., Any]) -> Callable[..., Any]:
         return await add(engine, *args, **kwargs)
 
     return add_request
+
+
+@stands_in
+def _losing(sleep: Callable[..., Any], engine: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+    if level == 2:  # whoever wakes it finds no weights, until the next look brings them
+        engine.__dict__[_ATTRIBUTE].lose()
+    return sleep(engine, level, *args, **kwargs)
 
 
 @stands_in

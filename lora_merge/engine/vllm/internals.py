@@ -39,6 +39,7 @@ _LATER = {
     "RunaiModelStreamerLoader": "vllm.model_executor.model_loader.runai_streamer_loader",
     "AsyncLLM": "vllm.v1.engine.async_llm",
     "LLMEngine": "vllm.v1.engine.llm_engine",
+    "GracefulHTTPError": "vllm.exceptions",
     "WeightVersionSpan": "vllm.outputs",
     "lora_ops": "vllm.lora.ops.torch_ops",
     "PunicaWrapperCPU": "vllm.lora.punica_wrapper.punica_cpu",
