@@ -31,6 +31,7 @@ from docs_code import (
 from torch import Tensor, nn
 
 import lora_merge
+from lora_merge.integrations.options import SETTINGS
 
 
 def merged_weights(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -229,6 +230,7 @@ def test_environment_has_every_variable() -> None:
     read |= {f"LORA_MERGE_{name}" for name in re.findall(r"\{SWITCH\}_([A-Z]+)\b", text)}
     listed = set(re.findall(r"^\| `(LORA_MERGE_\w+)`", (DOCS / "environment.md").read_text(), flags=re.MULTILINE))
     assert read == listed, f"docs/environment.md: {sorted(read ^ listed)}"
+    assert listed == {f"LORA_MERGE_{name}" for name in SETTINGS}
 
 
 def test_messages_of_troubleshooting() -> None:
