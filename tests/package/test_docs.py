@@ -26,6 +26,7 @@ from docs_code import (
     named_in,
     names_of,
     resolve,
+    unimported,
     uses,
 )
 from torch import Tensor, nn
@@ -148,6 +149,11 @@ def test_names_and_keywords(page: Path) -> None:
     for block, calls in uses(text):
         compile(block, page.name, "exec")
         assert calls or "lora_merge" not in block, block
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_code_imports_what_it_takes(page: Path) -> None:
+    assert not set(unimported(page.read_text()))
 
 
 def test_the_check_of_names_and_keywords() -> None:
