@@ -14,7 +14,7 @@ import torch
 
 from . import __version__
 from .errors import BackendUnavailable, InvalidInput
-from .integrations.options import switched_off
+from .integrations.options import switched_off, unknown_variables
 from .kernels import backend as kernels
 from .kernels import cpu
 from .kernels.bindings import native
@@ -176,6 +176,7 @@ def _trainers(found: Findings) -> None:
     except InvalidInput as error:  # trainers end in it
         off = False
         found.todo.append(str(error))
+    found.todo += unknown_variables()
     for name, switch in TRAINERS.items():
         installed = _version(name)
         if installed is not None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..errors import LoraMergeError, MissingExtra
 from ..extras import root_of
 from ..logs import announce
-from .options import SWITCH
+from .options import SWITCH, unknown_variables
 
 
 class TrainerRefused(LoraMergeError, RuntimeError):
@@ -72,7 +72,8 @@ class Release:
         )
 
     def announce(self, took_over: str) -> None:
-        """Log one line, on the first rank: what was taken over, and with which releases that was tested.
+        """Log one line, on the first rank: what was taken over, and with which releases that was tested. One more for
+        each variable of the environment that looks like a setting, and is none.
 
         Args:
             took_over: in words, "VLLMGeneration.sync_weights: merged pushes into the colocated engine".
@@ -82,6 +83,8 @@ class Release:
             f"takes over {took_over} of {self.trainer} {self.installed} ({known} {', '.join(self.tested)}; {SWITCH}=0 "
             "switches it off)"
         )
+        for unknown in unknown_variables():
+            _say(f"warns: {unknown}")
 
     def announce_training(self, shared: str = "") -> None:
         """Log one line, on the first rank: the policy is trained on its merged weights.

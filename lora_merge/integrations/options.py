@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from ..choices import Cache, Merge, Mode, Rounding, Train, check_choice
@@ -21,6 +22,11 @@ _CHOICES: dict[str, tuple[str, Any]] = {
     "merge": (f"{SWITCH}_MERGE", Merge),
 }
 """Options that are words -> their variable, and the type that lists the words."""
+SETTINGS = frozenset({
+    "MODE", "ROUNDING", "TRAIN", "SHARE", "CHECK", "VERIFY", "CACHE", "DTYPE", "MERGE", "BACKEND", "CPU_ISA", "FOLLOW",
+    "STORE_KEY", "HTTP_PROXY", "BUILD", "CUDA", "GLIBC", "CUDART",
+})  # fmt: skip
+"""What follows on LORA_MERGE_ in the names of this package's variables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +130,16 @@ def switched_on(environment: Mapping[str, str] | None = None) -> bool:
 def switched_off(environment: Mapping[str, str] | None = None) -> bool:
     """Return True if LORA_MERGE=0 is set, which leaves a trainer as it is."""
     return bool(_given(environment).get(SWITCH)) and not switched_on(environment)
+
+
+def unknown_variables(environment: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Yield a sentence for each variable that is set under this package's prefix and that nothing reads: a mistyped
+    LORA_MERGE_CHECK checks nothing."""
+    for name in sorted(_given(environment)):
+        prefix, found, setting = name.partition(f"{SWITCH}_")
+        if found and not prefix and setting not in SETTINGS:
+            meant = "".join(f", {found}{close}?" for close in get_close_matches(setting, SETTINGS, 1, 0.7))
+            yield f"{name} is set, and nothing reads it{meant} (docs/environment.md has all settings)"
 
 
 def _given(environment: Mapping[str, str] | None) -> Mapping[str, str]:

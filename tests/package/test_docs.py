@@ -26,11 +26,13 @@ from docs_code import (
     named_in,
     names_of,
     resolve,
+    unimported,
     uses,
 )
 from torch import Tensor, nn
 
 import lora_merge
+from lora_merge.integrations.options import SETTINGS
 
 
 def merged_weights(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -149,6 +151,11 @@ def test_names_and_keywords(page: Path) -> None:
         assert calls or "lora_merge" not in block, block
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_code_imports_what_it_takes(page: Path) -> None:
+    assert not set(unimported(page.read_text()))
+
+
 def test_the_check_of_names_and_keywords() -> None:
     """It sees what README's blocks for FSDP and vLLM do, and finds what is not there."""
     readme = (ROOT / "README.md").read_text()
@@ -229,6 +236,7 @@ def test_environment_has_every_variable() -> None:
     read |= {f"LORA_MERGE_{name}" for name in re.findall(r"\{SWITCH\}_([A-Z]+)\b", text)}
     listed = set(re.findall(r"^\| `(LORA_MERGE_\w+)`", (DOCS / "environment.md").read_text(), flags=re.MULTILINE))
     assert read == listed, f"docs/environment.md: {sorted(read ^ listed)}"
+    assert listed == {f"LORA_MERGE_{name}" for name in SETTINGS}
 
 
 def test_messages_of_troubleshooting() -> None:

@@ -134,3 +134,5 @@ def test_whether_vllm_sees_the_plugin(
     assert rows()["trl"] == "1.0; LORA_MERGE=0 switches it off"
     monkeypatch.setenv("LORA_MERGE", "perhaps")  # a trainer would end in this
     assert any("LORA_MERGE must be 1 or 0, got 'perhaps'" in one for one in doctor.examine().todo)
+    monkeypatch.setenv("LORA_MERGE_CHEKC", "1")
+    assert any("nothing reads it, LORA_MERGE_CHECK?" in one for one in doctor.examine().todo)

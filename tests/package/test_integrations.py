@@ -96,6 +96,17 @@ def test_one_line_at_start(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert capsys.readouterr().err == ""
 
 
+def test_a_mistyped_variable_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would check nothing, without a word."""
+    monkeypatch.setenv("LORA_MERGE_VERFIY", "1")
+    monkeypatch.setenv("LORA_MERGE_OF_MY_OWN", "1")
+    monkeypatch.setenv("LORA_MERGE_CHECK", "1")
+    TORCH.announce("everything")
+    _, own, mistyped = capsys.readouterr().err.splitlines()
+    assert "lora_merge warns: LORA_MERGE_OF_MY_OWN is set, and nothing reads it (docs" in own
+    assert "LORA_MERGE_VERFIY is set, and nothing reads it, LORA_MERGE_VERIFY? (docs" in mistyped
+
+
 def test_the_line_at_start_is_a_record_where_logging_shows_it(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -168,6 +168,18 @@ class Uses(ast.NodeVisitor):
         return resolve(dotted) if re.fullmatch(r"lora_merge(\.\w+)+", dotted) else None
 
 
+def unimported(text: str) -> Iterator[str]:
+    """Modules that a block takes something of, and that no block up to it imports. Blocks without imports are parts of
+    a program that a reader has."""
+    imported: set[str] = set()
+    for block in code_of(text):
+        nodes = list(ast.walk(ast.parse(block)))
+        found = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+        imported |= {(alias.asname or alias.name).partition(".")[0] for node in found for alias in node.names}
+        taken = {n.value.id for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)}
+        yield from (taken & {"torch", "ray", "os", "lora_merge"}) - imported if found else ()
+
+
 def uses(text: str) -> Iterator[tuple[str, list[str]]]:
     """Each block of a page and the calls in it that were checked. Blocks of a page share their variables."""
     found = Uses()

@@ -318,6 +318,10 @@ def refusals(rank: int, folder: Path) -> None:
     engine = engine_of(folder / "untied" / "model")
     with pytest.raises(TrainerRefused, match=r"checkpoint_engine\.backend=delta_sharded .*lora\.merge=True"):
         engine.get_per_tensor_param_shard()
+    with pytest.raises(
+        TrainerRefused, match=r"model\.lora\.rank=8 is not read .* set actor_rollout_ref\.model\.lora_rank=8"
+    ):
+        engine_of(folder / "untied" / "model", lora={"merge": True, "rank": 8}, lora_rank=0)
     with pytest.raises(TrainerRefused, match=r"qat\.enable=True .*LORA_MERGE=0"):
         engine_of(folder / "untied" / "model", qat=QATEngineConfig(enable=True))
     biased = engine_of(

@@ -89,7 +89,10 @@ class Sharing:
         for nbytes, why in apart.values():
             self.apart[why] += nbytes
         if not found:
-            raise InvalidInput(f"share=True: the engine keeps no weight as the trainer has it: {self._reasons}")
+            raise InvalidInput(
+                f"share=True: the engine keeps no weight as the trainer has it: {self._reasons}. Load the model in the "
+                "engine's dtype, start the engine unquantised, or leave share out"
+            )
         _check_values(model, found, apart, replaced)
         if replaced:
             lent.loan.overwritten(IN_TRAINING)

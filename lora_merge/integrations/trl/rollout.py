@@ -247,7 +247,12 @@ class Server(Rollout):
         return dtype_of(str(answer[0]).removeprefix("torch."))
 
     def check(self) -> None:
-        apart = (("mode", "adapter", "'merged'"), ("verify", True, "False"), ("share", True, "False"))
+        apart = (
+            ("mode", "adapter", "'merged'"),
+            ("verify", True, "False"),
+            ("share", True, "False"),
+            ("cache", "keep", "'reset'"),
+        )
         for name, chosen, instead in apart:
             if getattr(self.options, name) == chosen:
                 raise TrainerRefused(

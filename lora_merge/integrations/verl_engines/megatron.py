@@ -16,6 +16,8 @@ class MergedMegatron(Merging):
     """Mixed in before a Megatron engine of verl's: its merged weights come from `MergedWeights`, under the names of its
     bridge. As in verl's own way, parameters that it offloads are loaded here, and offloaded by who asked for them."""
 
+    rank_setting = "lora.rank"
+
     def get_per_tensor_param(self, base_sync_done: bool = False, **options: Any) -> tuple[Any, dict[str, Any] | None]:
         if not self.merging:
             return super().get_per_tensor_param(base_sync_done=base_sync_done, **options)

@@ -12,7 +12,7 @@ from ..compat import TrainerRefused, off
 from ..metrics import metrics
 from ..options import SWITCH, Options, trains_merged
 from .check import check_batch
-from .release import RELEASE, merges
+from .release import RELEASE, merges, ranks
 from .stream import FLAG, Stream
 
 _Engine: Any = object
@@ -29,6 +29,8 @@ class Merging(_Engine):
 
     trains = False
     """True if this engine can train on merged weights."""
+    rank_setting = "lora_rank"
+    """The setting of verl's that this engine reads the adapter's rank from."""
     _stream: Stream | None = None
     _reported: int = 0
     """The version of the last report among the metrics."""
@@ -39,6 +41,13 @@ class Merging(_Engine):
             self._refuse_alone()
             super().initialize()
             return
+        given = ranks(self.model_config)
+        if not given[self.rank_setting]:
+            other = next(name for name in given if given[name])
+            raise TrainerRefused(
+                f"actor_rollout_ref.model.{other}={given[other]} is not read with this strategy, so verl trains all "
+                f"weights, no adapter: set actor_rollout_ref.model.{self.rank_setting}={given[other]} in its place"
+            )
         if getattr(self, "_qat_enabled", False):
             raise TrainerRefused(
                 f"actor_rollout_ref.actor.*.qat.enable=True trains weights as quantised ones, and {FLAG} brings them "

@@ -10,7 +10,11 @@ RELEASE = Release("verl", "verl", ("0.9.1",))
 
 
 def merges(model_config: Any, engine_config: Any) -> bool:
-    """Return True if an engine of this configuration trains an adapter that verl is told to merge."""
-    lora = model_config.lora
-    rank = max(model_config.lora_rank, lora.get("rank", 0) or 0)
-    return bool(rank > 0 and lora.get("merge", False) and not engine_config.forward_only)
+    """Return True if an engine of this configuration is to train an adapter that verl is told to merge."""
+    wanted = model_config.lora.get("merge", False) and not engine_config.forward_only
+    return bool(wanted and any(ranks(model_config).values()))
+
+
+def ranks(model_config: Any) -> dict[str, int]:
+    """Return the rank by each of verl's settings for it: FSDP engines read the first, Megatron's the second."""
+    return {"lora_rank": model_config.lora_rank, "lora.rank": model_config.lora.get("rank", 0) or 0}

@@ -196,6 +196,7 @@ def test_server_takes_no_adapters(trainer_of: TrainerOf) -> None:
     trainer.vllm_generation.mode = "server"
     assert_refused(trainer, TrainerRefused, "mode='adapter' needs", "--vllm_mode colocate", mode="adapter")
     assert_refused(trainer, TrainerRefused, "verify=True needs", "verify=False", verify=True)
+    assert_refused(trainer, TrainerRefused, "cache='keep' needs", "cache='reset'", cache="keep")
 
 
 def test_another_release(trainer_of: TrainerOf, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,10 +21,12 @@ if find_spec("verl") is None or find_spec("megatron") is None:
 
 import megatron_models as mm
 import torch
+import vllm  # noqa: F401 - verl does, and what it imports of PyTorch would take the stand-in for Triton
 from helpers import assert_same_bits
 from megatron_models import Grid
 from megatron_processes import POOL
 
+from lora_merge.integrations.compat import TrainerRefused
 from tests.megatron.test_megatron_bridge_bind import VOCABULARY, auto_bridge
 from tests.megatron.test_megatron_read import Case
 from tests.trainers.verl.test_trainer_verl import ENVIRONMENT  # noqa: F401 - of this process, and so of the ranks
@@ -48,6 +50,13 @@ def streams(case: Case, folder: Path) -> dict[str, Any]:
     assert lora_merge.integrations.verl
     ours = EngineRegistry.get_engine_cls("language_model", "megatron")
     assert ours is LoraMergeMegatronEngine
+    other = object.__new__(ours)
+    other.engine_config = SimpleNamespace(forward_only=False)
+    other.model_config = SimpleNamespace(lora={"merge": True, "rank": 0}, lora_rank=4)  # as FSDP engines read it
+    with pytest.raises(
+        TrainerRefused, match=r"model\.lora_rank=4 is not read .* set actor_rollout_ref\.model\.lora\.rank=4"
+    ):
+        other.initialize()
     answer: dict[str, Any] = {}
     before = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
     for kind in (MegatronEngineWithLMHead, ours):
