@@ -5,15 +5,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from .internals import HOOKED, PREFIX, RELEASE_MEMORY
+from .internals import HOOKED, PENALTIES, PREFIX, RELEASE_MEMORY
 
 
 def register() -> None:
-    """Answer requests of this package by `check_weights`, and notice weights that are unmapped."""
+    """Answer requests of this package by `check_weights`, notice weights that are unmapped, and count what a request
+    said before it began anew."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(HOOKED, check_weights, HookType.AROUND)
     HookRegistry.register(RELEASE_MEMORY, release_memory_occupation, HookType.AROUND)
+    HookRegistry.register(PENALTIES, count_again, HookType.AROUND)
 
 
 def check_weights(original: Any, manager: Any, request: Any) -> Any:
@@ -33,3 +35,10 @@ def release_memory_occupation(original: Any, manager: Any, request: Any) -> Any:
 
     released(manager)
     return answer
+
+
+def count_again(original: Any, orchestrator: Any, *args: Any, **kwargs: Any) -> None:
+    """Make the penalties of a batch; see penalties.py."""
+    from .penalties import count_again
+
+    count_again(original, orchestrator, *args, **kwargs)
