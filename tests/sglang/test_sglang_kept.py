@@ -1,8 +1,9 @@
-"""Requests that a push keeps: all that SGLang knew of them is known when they go on."""
+"""What is kept over a push and over memory that is released: requests in flight, and tensors beside the weights."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import policies
 import pytest
 import sglang_engines
 import torch
-from sglang_engines import ado, engine
+from sglang_engines import ado, ask, assert_answers, do, engine
 
 from lora_merge import SglangSync
 
@@ -95,7 +96,7 @@ def test_requests_of_different_lengths(overlap: bool) -> None:
 
     kinds = {getattr(penaltylib, f"Batched{kind}Penalizer") for kind in ("Frequency", "Presence", "Repetition")}
     kinds |= {penaltylib.BatchedMinNewTokensPenalizer}
-    make = penaltylib.BatchedPenalizerOrchestrator.__init__
+    make = inspect.unwrap(penaltylib.BatchedPenalizerOrchestrator.__init__)  # where an engine has started, it is hooked
     drawn = torch.Generator().manual_seed(0)
     requests = [
         SimpleNamespace(
@@ -133,3 +134,25 @@ def test_requests_of_different_lengths(overlap: bool) -> None:
         alone = logits[row : row + 1].clone()
         one.apply(alone)
         assert torch.equal(together[row : row + 1], alone), row
+
+
+@pytest.mark.parametrize("tags", [None, ["weights"]])
+def test_tensors_beside_parameters_and_buffers_outlast_a_release(started: Any, tags: list[str] | None) -> None:
+    """SGLang keeps buffers, and a push brings parameters."""
+    model = policy()
+    sync = SglangSync(model, started)
+    sync.push()
+    do(started, "saver")
+    try:
+        assert_answers(ask(started), model)
+        policies.train(model)
+        for _ in range(2):
+            started.release_memory_occupation(tags)
+            assert str(*sync.states()).startswith("dirty (its weights were thrown away")
+            started.resume_memory_occupation(tags)
+        started.release_memory_occupation(tags)
+        sync.push()
+        assert_answers(ask(started), model)
+    finally:
+        do(started, "mend")
+        sync.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .internals import HOOKED, PENALTIES, PREFIX, RELEASE_MEMORY
+from .internals import HOOKED, PENALTIES, PREFIX, RELEASE_MEMORY, RESUME_MEMORY
 
 
 def register() -> None:
@@ -15,6 +15,7 @@ def register() -> None:
 
     HookRegistry.register(HOOKED, check_weights, HookType.AROUND)
     HookRegistry.register(RELEASE_MEMORY, release_memory_occupation, HookType.AROUND)
+    HookRegistry.register(RESUME_MEMORY, resume_memory_occupation, HookType.AROUND)
     HookRegistry.register(PENALTIES, count_again, HookType.AROUND)
 
 
@@ -30,10 +31,20 @@ def check_weights(original: Any, manager: Any, request: Any) -> Any:
 def release_memory_occupation(original: Any, manager: Any, request: Any) -> Any:
     """Call SGLang's own, then forget the weights that went. What is mapped again in their place may look like them in
     part."""
-    answer = original(manager, request)
-    from .worker import released
+    from .worker import released, releasing
 
+    releasing(manager, request.tags)
+    answer = original(manager, request)
     released(manager)
+    return answer
+
+
+def resume_memory_occupation(original: Any, manager: Any, request: Any) -> Any:
+    """Call SGLang's own, then bring back what it did not keep."""
+    from .worker import resumed
+
+    answer = original(manager, request)
+    resumed(manager)
     return answer
 
 
