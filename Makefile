@@ -56,7 +56,7 @@ test-sglang: $(SGLANG)/installed $(VENV)/libraries/done ## Real SGLang engines o
 # In the place of the release there: by `make test-all` alone.
 test-sglang-next: $(SGLANG)/next/done ## The main ones with SGLang's other supported release
 	PYTHONPATH=$(CURDIR)/$(SGLANG)/next $(SGLANG)/bin/python -m pytest $(ARGS) \
-		$(foreach part,push refused models images adapters wide server,tests/sglang/test_sglang_$(part).py)
+		$(foreach part,push kept refused models images adapters wide server,tests/sglang/test_sglang_$(part).py)
 
 # By `make test-all` alone.
 test-sglang-verl: $(SGLANG)/verl/done ## verl, whose rollouts SGLang serves

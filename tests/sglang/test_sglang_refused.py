@@ -18,7 +18,7 @@ from sglang_faults import BUCKET
 
 from lora_merge import InvalidInput, PushRefused, SglangSync
 from lora_merge.engine.sglang import internals, plugin
-from lora_merge.engine.sglang.internals import HOOKED, REGISTRY, RELEASE_MEMORY
+from lora_merge.engine.sglang.internals import HOOKED, PENALTIES, REGISTRY, RELEASE_MEMORY, RESUME_MEMORY
 from lora_merge.serve import load_adapter, unload_adapter
 
 no_leftovers = sglang_engines.no_leftovers
@@ -116,7 +116,10 @@ def names_anew() -> Iterator[None]:
     internals._unresolved.cache_clear()
 
 
-@pytest.mark.parametrize("path", [HOOKED, HOOKED.rpartition(".")[0], RELEASE_MEMORY, REGISTRY])
+MOVED = [HOOKED, HOOKED.rpartition(".")[0], RELEASE_MEMORY, RESUME_MEMORY, REGISTRY, PENALTIES.rpartition(".")[0]]
+
+
+@pytest.mark.parametrize("path", MOVED)
 def test_a_release_that_has_moved_what_the_plugin_hooks(
     started: Any, path: str, monkeypatch: pytest.MonkeyPatch, names_anew: None
 ) -> None:

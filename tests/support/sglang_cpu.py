@@ -69,7 +69,7 @@ def register() -> None:
     rotary._is_cpu = True
     # `with torch.device(...)` looks for these as they are now, and would pass over others.
     torch.utils._device._device_constructors()
-    for name in ("tensor", "empty", "zeros"):
+    for name in ("tensor", "empty", "full", "zeros"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self.clone()
 

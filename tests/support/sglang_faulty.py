@@ -247,6 +247,30 @@ def _unmapped(manager: Any) -> list[str]:
     return sorted(manager.offload_tags)
 
 
+def _saver(manager: Any) -> str:
+    """From now on a memory saver throws the weights away, as that of GPUs does, and what a layer holds beside them: a
+    number by which it multiplies its output."""
+    import torch
+
+    model = manager.tp_worker.model_runner.model
+    layer, works = model.model.layers[0].mlp, manager.memory_saver_adapter
+    layer.held = torch.full((1,), 1.0)
+    hook = layer.register_forward_hook(lambda layer, given, output: output * layer.held)
+
+    def pause(tag: str) -> None:
+        for tensor in (*model.parameters(), *model.buffers(), layer.held) if tag == "weights" else ():
+            tensor.data.fill_(0.25)
+
+    def mend() -> None:
+        hook.remove()
+        del layer.held
+        manager.memory_saver_adapter = works
+
+    _MENDED.append(mend)
+    manager.memory_saver_adapter = _Overlaid(works, enabled=True, pause=pause)
+    return "throws away"
+
+
 def _pulls(manager: Any) -> int:
     """How many offers of a trainer's memory are mapped."""
     from lora_merge.engine.sglang import worker
@@ -271,6 +295,7 @@ _ACTIONS: dict[str, Callable[..., Any]] = {
     "slow": _slow,
     "process": _process,
     "unmapped": _unmapped,
+    "saver": _saver,
     "pulls": _pulls,
     "save": _save,
     "captured": _captured,

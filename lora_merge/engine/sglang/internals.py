@@ -22,7 +22,11 @@ HOOKED = f"{_MANAGER}.check_weights"
 """A scheduler's method that takes a string and returns one, on every rank, also while generation stands still."""
 RELEASE_MEMORY = f"{_MANAGER}.release_memory_occupation"
 """A scheduler's method that unmaps what its memory saver has made."""
-_PLUGIN = (REGISTRY, HOOKED, RELEASE_MEMORY)
+RESUME_MEMORY = f"{_MANAGER}.resume_memory_occupation"
+"""A scheduler's method that maps it again."""
+PENALTIES = "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator.__init__"
+"""What makes the penalties of a batch, in a scheduler."""
+_PLUGIN = (REGISTRY, HOOKED, RELEASE_MEMORY, RESUME_MEMORY, PENALTIES)
 """What the plugin takes and hooks, by path, as all names that follow."""
 _STRUCTURES = "sglang.srt.managers.io_struct."
 _OF_CALLERS = tuple(

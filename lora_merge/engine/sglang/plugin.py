@@ -5,15 +5,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from .internals import HOOKED, PREFIX, RELEASE_MEMORY
+from .internals import HOOKED, PENALTIES, PREFIX, RELEASE_MEMORY, RESUME_MEMORY
 
 
 def register() -> None:
-    """Answer requests of this package by `check_weights`, and notice weights that are unmapped."""
+    """Answer requests of this package by `check_weights`, notice weights that are unmapped, and count what a request
+    said before it began anew."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(HOOKED, check_weights, HookType.AROUND)
     HookRegistry.register(RELEASE_MEMORY, release_memory_occupation, HookType.AROUND)
+    HookRegistry.register(RESUME_MEMORY, resume_memory_occupation, HookType.AROUND)
+    HookRegistry.register(PENALTIES, count_again, HookType.AROUND)
 
 
 def check_weights(original: Any, manager: Any, request: Any) -> Any:
@@ -28,8 +31,25 @@ def check_weights(original: Any, manager: Any, request: Any) -> Any:
 def release_memory_occupation(original: Any, manager: Any, request: Any) -> Any:
     """Call SGLang's own, then forget the weights that went. What is mapped again in their place may look like them in
     part."""
-    answer = original(manager, request)
-    from .worker import released
+    from .worker import released, releasing
 
+    releasing(manager, request.tags)
+    answer = original(manager, request)
     released(manager)
     return answer
+
+
+def resume_memory_occupation(original: Any, manager: Any, request: Any) -> Any:
+    """Call SGLang's own, then bring back what it did not keep."""
+    from .worker import resumed
+
+    answer = original(manager, request)
+    resumed(manager)
+    return answer
+
+
+def count_again(original: Any, orchestrator: Any, *args: Any, **kwargs: Any) -> None:
+    """Make the penalties of a batch; see penalties.py."""
+    from .penalties import count_again
+
+    count_again(original, orchestrator, *args, **kwargs)

@@ -16,6 +16,7 @@ from ...stream.buckets import dtype_name
 from ..configs import computing
 from ..state import State
 from ..worker import commands
+from ..worker.beside import Beside, beside
 from ..worker.modules import Modules
 from ..worker.operations import Operations
 from ..worker.rpc import respond
@@ -30,6 +31,8 @@ OPERATIONS = Operations(commands.OPERATIONS)
 """The operations of an SGLang scheduler."""
 _WEIGHTS = "weights"
 """The tag under which SGLang's memory saver knows the weights."""
+_BESIDE = Beside()
+"""Of this process's model."""
 _SEES = "it serves a multimodal model, beside which SGLang's LoRA layers have not been tried"
 """Why an engine takes no adapter."""
 
@@ -136,14 +139,34 @@ def asleep(manager: Any) -> int:
     return 1 if manager.scheduler.server_args.enable_weights_cpu_backup else 2
 
 
+def _throws_away(manager: Any) -> bool:
+    """Return True if weights that are unmapped are gone."""
+    return bool(manager.memory_saver_adapter.enabled) and not manager.scheduler.server_args.enable_weights_cpu_backup
+
+
+def releasing(manager: Any, tags: Sequence[str] | None) -> None:
+    """Keep what layers hold beside parameters and buffers, if weights are about to go: SGLang keeps buffers alone. Its
+    LoRA layers hold adapters, which do not go."""
+    from sglang.srt.lora.layers import BaseLayerWithLoRA
+
+    if _throws_away(manager) and not asleep(manager) and _WEIGHTS in (tags or [_WEIGHTS]):
+        _BESIDE.keep(beside(manager.tp_worker.model_runner.model, "sglang", (BaseLayerWithLoRA,)))
+
+
 def released(manager: Any) -> None:
     """Note that memory was unmapped: weights of which no copy is kept are gone. An error stays here: it would end the
     engine, and what a push notes of the weights still shows that they are others."""
     try:
-        if asleep(manager) == 2 and manager.memory_saver_adapter.enabled:
+        if asleep(manager) and _throws_away(manager):
             SglangWorker(manager).session().mark_overwritten("its weights were thrown away: release_memory_occupation")
     except Exception:
         _log.exception("lora_merge")
+
+
+def resumed(manager: Any) -> None:
+    """Bring back what `releasing` kept, if the weights are mapped."""
+    if not asleep(manager):
+        _BESIDE.bring_back()
 
 
 @OPERATIONS.register

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from ..worker.beside import Beside, beside
 from ..worker.modules import Modules
 from ..worker.session import WorkerSession
 from ..worker.session import session_of as kept
@@ -34,29 +34,28 @@ class Sleep:
 
     def __init__(self, sleep: Any, worker: Any) -> None:
         self.sleep, self.worker = sleep, worker
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._beside = Beside()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         thrown_away = (args[0] if args else kwargs.get("level", 1)) == 2  # level 1 keeps all by itself
         if thrown_away and not asleep():
-            self._kept = [(tensor, tensor.to("cpu", copy=True)) for tensor in beside(self.worker.get_model())]
+            mapped = _weights()  # what else layers hold does not sleep with them
+            held = beside(self.worker.get_model(), "vllm")
+            self._beside.keep(t for t in held if any(t.data_ptr() in where for where in mapped))
         try:
             return self.sleep(*args, **kwargs)
         finally:
             level = asleep()
             if level != 2:
-                self._kept = []
+                self._beside.forget()
             else:
                 session = session_of(self.worker.get_model(), self.worker.model_config, self.worker.device)
                 session.mark_overwritten("sleep at level 2 threw its weights away")
 
     def bring_back(self) -> None:
         """Copy what was kept to where it was, if the weights are awake."""
-        if self._kept and not asleep():
-            with torch.no_grad():
-                for tensor, copy in self._kept:
-                    tensor.copy_(copy)
-            self._kept = []
+        if not asleep():
+            self._beside.bring_back()
 
 
 class WakeUp:
@@ -81,28 +80,6 @@ def note_sleeps(worker: Any) -> None:
     if not isinstance(vars(worker).get("sleep"), Sleep):
         worker.sleep = Sleep(worker.sleep, worker)
         worker.wake_up = WakeUp(worker.wake_up, worker.sleep)
-
-
-def beside(model: nn.Module) -> list[Tensor]:
-    """Return the tensors that layers hold beside parameters and buffers, in memory of their own that sleeps with the
-    weights: ALiBi's slopes, a kernel's workspace."""
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    mapped = _weights()
-    found = {id(t): t for module in model.modules() for t in _held(module) if t.numel() and not t.is_meta}
-    return [
-        t
-        for t in found.values()
-        if t.untyped_storage().data_ptr() not in own and any(t.data_ptr() in where for where in mapped)
-    ]
-
-
-def _held(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors in a layer's own attributes, and in those of vLLM's objects there (attention, kernels)."""
-    for value in vars(module).values():
-        if isinstance(value, Tensor):
-            yield value
-        elif type(value).__module__.startswith("vllm.") and not isinstance(value, nn.Module):
-            yield from (inner for inner in getattr(value, "__dict__", {}).values() if isinstance(inner, Tensor))
 
 
 def asleep() -> int:
