@@ -96,8 +96,8 @@ class Pusher:
             )
         if self._options.train == "merged" and not trains:
             raise InvalidInput(
-                f"train='merged' is not for {trainer}, whose checkpoints would have merged weights: leave it out, or "
-                "call lora_merge.train_merged(model) and, before each checkpoint, pause() of what it returns"
+                f"train='merged' is not for {trainer}: leave it out, or call lora_merge.train_merged(model) before "
+                "training, and close() of what it returns after it"
             )
         self._kept = KeptSync()
 

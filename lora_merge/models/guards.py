@@ -20,6 +20,8 @@ _SAVERS = (
     "save_checkpoint",
     "save_16bit_model",
     "save_fp16_model",
+    "_consolidated_16bit_state_dict",
+    "_zero3_consolidated_16bit_state_dict",
     "merge_and_unload",
     "unload",
     "add_adapter",
@@ -28,8 +30,8 @@ _SAVERS = (
     "inject_adapter",
 )
 """Methods of transformers, PEFT, diffusers and DeepSpeed that write a checkpoint, take the adapters off, or put more
-on. (PEFT activates at its end what it has put on. Only that would be refused otherwise, and half of it would be
-there.)"""
+on. (PEFT activates at its end what it has put on. Only that would be refused otherwise, and half of it would be there.
+DeepSpeed's private ones are what transformers' Trainer and accelerate save.)"""
 _DELETES = "delete_adapter"
 """A method of PEFT's models that asks for its own way back. Transformers' method of this name does without."""
 _NONE = object()

@@ -210,6 +210,11 @@ def acting(name: str, layer: Any) -> Acting:
     return found
 
 
+def acts_in(layer: Any) -> bool:
+    """Return True if some adapter acts in a layer of a kind that can be trained."""
+    return not layer.disable_adapters and bool(_acting(layer)[0])
+
+
 def _acting(layer: Any) -> tuple[tuple[str, ...], tuple[float, ...]]:
     """Return the names and scalings of the adapters that act in a layer of a kind that can be trained."""
     tokens = path_of(type(layer)) == TOKENS

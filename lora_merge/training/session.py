@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -21,78 +21,20 @@ from ..models.delta import Delta
 from ..models.guards import guarded, refuse
 from ..models.live import Live, live
 from ..models.pausing import note_training
-from ..models.steps import stepped, steps
-from ..shards import here
 from ..shards.layout import Layout
 from ..shards.ranks import Ranks
 from . import gathered
 from .check import acting_layers, check_trainable, tops
 from .dora import with_rows, zero_rows
 from .experts import Holders
-from .layers import Acting, layers_of
+from .layers import Acting, acts_in, layers_of
+from .merged_from import MergedFrom, facts_of, merged_from, state_of
+from .states import before_states
 from .straight import Held, this_backward
-from .values import Values
 
 _VERSION = attrgetter("_version")
 _STATES = 64
 """States of the adapters whose draws are remembered: those that act in turns between two steps."""
-
-
-class _Merged(NamedTuple):
-    """What the base weights were merged from.
-
-    Args:
-        facts: of the model's snapshot inside, and which parameters it lists: others may have taken their memory.
-        adapters: parameters of the adapters that act.
-        versions: of these.
-        steps: how often optimizers had stepped.
-        values: of adapters in larger buffers.
-        weights: base parameters that hold them; their version counters outside and inside.
-        seed: that their rounding was drawn with.
-        number: the same for the same bits in the weights.
-    """
-
-    facts: tuple[list[Any], list[int]]
-    adapters: list[Tensor]
-    versions: list[int]
-    steps: int
-    values: Values
-    weights: tuple[Tensor, ...]
-    outside: tuple[int, ...]
-    inside: tuple[int, ...]
-    seed: int | None
-    number: int
-
-    @property
-    def stepped(self) -> bool:
-        """Whether an optimizer that holds the adapters has stepped since."""
-        return self.steps != steps() and stepped(self.steps, self.adapters)
-
-    @property
-    def written(self) -> bool:
-        """Whether somebody has written to the adapters since."""
-        changed = self.stepped or list(map(_VERSION, self.adapters)) != self.versions
-        return changed or not self.values.same()
-
-    @property
-    def may_be_written(self) -> bool:
-        """Whether somebody may have: an optimizer may hold other parameters, and write adapters by them."""
-        changed = self.steps != steps() or list(map(_VERSION, self.adapters)) != self.versions
-        return changed or not self.values.same()
-
-    def same_bits(self, other: _Merged) -> bool:
-        """Return True if the weights hold the same bits inside both times."""
-        return (
-            not self.written
-            and all(getattr(self, of) == getattr(other, of) for of in ("versions", "outside", "seed", "facts"))
-            and self.places == other.places
-            and self.values.equal(other.values)
-        )
-
-    @property
-    def places(self) -> list[int]:
-        """Where adapters and weights lie."""
-        return [here(t).data_ptr() for t in (*self.adapters, *self.weights)]
 
 
 class Training:
@@ -112,8 +54,8 @@ class Training:
         self.before_write: Callable[[], object] = _nothing
         self._model = model
         self._draws, self._drawn = 0, dict[int, int]()
-        self._merged: _Merged | None = None
-        self._last: _Merged | None = None
+        self._merged: MergedFrom | None = None
+        self._last: MergedFrom | None = None
         self._block = MergedBlock(model, rounding=rounding)
         self._hooks: list[Any] = []
         self._guards: list[tuple[Sequence[nn.Module], Iterable[str]]] = []
@@ -132,6 +74,7 @@ class Training:
             # Before what FSDP does with the output: what is hooked to it first is asked first in a backward pass.
             left = module.register_forward_hook(self._leave_model, prepend=True, always_call=True)
             self._hooks += [enter, left]
+        self._hooks += before_states(model.modules(), self._before_state)
         self._hook(self._layers)  # parts may be called by themselves before the model is
 
     # What users call
@@ -156,14 +99,14 @@ class Training:
         """
         if self._busy:
             return
-        self._busy = True
         try:
+            self._busy = True
             found, values = live(self._model), False
             # What goes wrong on one rank alone is an error on all, before any of them waits for the others.
             with found.ranks.vote("train_merged") as ballot:
                 if self._merged is not None:
                     # Facts are those inside: everything but values of the adapters.
-                    values = _facts(found) == self._merged.facts
+                    values = facts_of(found) == self._merged.facts
                 ballot.flag = self._merged is None or not values or anew or self._merged.may_be_written
             if ballot.flag:
                 self._merge(found, values)
@@ -233,7 +176,7 @@ class Training:
         """Return the seed to draw with: one for each state of the adapters, also where others act in between."""
         if self.rounding == "nearest" or not any(found.adapters for found in layers.values()):
             return None
-        state, last = hash(_state(layers)), self._merged or self._last
+        state, last = hash(state_of(layers)), self._merged or self._last
         seed = self._drawn.pop(state, None)
         if ranks.any(seed is None or (last is not None and last.stepped)):
             self._draws += 1
@@ -260,10 +203,13 @@ class Training:
                 acts.check()
             ballot.flag = any(acts.adapters for acts in layers.values())
         acts_here = ballot.flag
+        if ranks.any(before is None) and before is not None:  # another rank has its base back: it saves by itself
+            self._leave()
+            before, values = None, False
         self._sharded = found.sharded
         if layers is not self._layers:
             self._hook(layers)
-        now = _merged(layers, self.merges, before if values else None)
+        now = merged_from(layers, self.merges, before if values else None)
         now = now._replace(seed=self._seed(layers, ranks) if acts_here else None)
         self._block.seed = now.seed
         try:
@@ -277,7 +223,7 @@ class Training:
                     return
                 # Outside, tied weights are themselves again, and versions those of the base.
                 layers = dict(acting_layers(self._model, live(self._model)))
-                now = _merged(layers, self.merges)._replace(seed=now.seed)
+                now = merged_from(layers, self.merges)._replace(seed=now.seed)
                 zeros = zero_rows(self._model, layers)
                 self.before_write()
                 self._block = MergedBlock(self._model, rounding=self.rounding)
@@ -285,7 +231,7 @@ class Training:
                 self._block.enter()
                 layers = with_rows(layers, zeros)
                 before = None
-            facts = _facts(live(self._model)) if before is None or not values else before.facts
+            facts = facts_of(live(self._model)) if before is None or not values else before.facts
             now = now._replace(facts=facts, inside=tuple(map(_VERSION, now.weights)))
             for known in (before, self._last):
                 if not ranks.any(known is None or not known.same_bits(now)):
@@ -342,6 +288,11 @@ class Training:
                         if inside.get(name) is refuse:
                             inside[name] = partial(self._on_base, module, name)
 
+    def _before_state(self, *args: object) -> None:
+        """Bring the base back before a module's state is read or loaded."""
+        if self._merged is not None:
+            self.pause()
+
     def _on_base(self, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of a module once the base is back. PEFT's `unmerge` has nothing left to do then."""
         self._leave()
@@ -378,15 +329,29 @@ class Training:
         if torch.compiler.is_compiling() or self._closed:
             return None
         self._held.pop(layer, None)
-        if not self._busy and self._outermost is None and not self._elsewhere():
-            now = self._merged
-            # What gradient checkpointing calls again in a backward pass is to be what it was.
-            if now is None or (this_backward() == -1 and (now.may_be_written or not self._layers[layer].stands)):
-                self._refresh()
+        if not self._busy and self._is_due(layer):
+            self._refresh()
         if self._merged is None or not torch.is_grad_enabled() or self._layers[layer].cut or not args:
             return None
         x, self._held[layer] = self._layers[layer].attach_to_input(args[0])
         return (x, *args[1:]), kwargs
+
+    def _is_due(self, layer: nn.Module) -> bool:
+        """Return True if the adapters have to be merged before a layer is called."""
+        now = self._merged
+        if self._outermost is None:
+            if self._elsewhere():
+                return False
+            # What gradient checkpointing calls again in a backward pass is to be what it was.
+            return now is None or (this_backward() == -1 and (now.may_be_written or not self._layers[layer].stands))
+        # In a forward of the model somebody has brought the base back: a hook that saves, or streams the base.
+        left = now is None and acts_in(layer) and not self._elsewhere()
+        if left and self._sharded:
+            raise InvalidInput(
+                "the base weights were brought back in the middle of a forward, by a save, a stream or pause(), and a "
+                "sharded model cannot be merged again there: do that before or after the forward"
+            )
+        return left
 
     def _after_layer(self, layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
         """Give the adapters of a layer their gradients."""
@@ -423,35 +388,6 @@ class Training:
         return ready
 
 
-def _facts(found: Live) -> tuple[list[Any], list[int]]:
-    """Return what tells whether a model is what it was, but for values."""
-    snapshot = found.snapshot()
-    return snapshot.facts, list(map(id, snapshot.parameters))
-
-
-def _merged(layers: dict[nn.Module, Acting], number: int, known: _Merged | None = None) -> _Merged:
-    """Return what these layers are merged from now, before they are.
-
-    Args:
-        known: what they were merged from before, if they are the same.
-    """
-    if known is None:
-        adapters = list({id(p): p for found in layers.values() for p in found.parameters}.values())
-        bases = (w for found in layers.values() if found.adapters for w in found.weights if not w.is_inference())
-        weights = tuple({id(w): w for w in bases}.values())
-    else:
-        adapters, weights = known.adapters, known.weights
-    versions, outside = list(map(_VERSION, adapters)), tuple(map(_VERSION, weights))
-    values = Values(map(here, adapters))
-    return _Merged(([], []), adapters, versions, steps(), values, weights, outside, (), None, number)
-
-
-def _state(layers: dict[nn.Module, Acting]) -> tuple[Any, ...]:
-    """Return what tells one state of the adapters from another."""
-    facts: list[Any] = [(id(layer), found.adapters, found.scalings) for layer, found in layers.items()]
-    return *facts, *((id(p), p._version) for found in layers.values() for p in found.parameters)
-
-
 def _nothing() -> None:
     """Do nothing."""
 
@@ -474,10 +410,9 @@ def train_merged(model: nn.Module, *, rounding: Rounding = "nearest") -> Trainin
     The base weights hold `round(W + scaling * lora_B @ lora_A)`, adapted layers compute `x W'^T`, and gradients go
     straight through the rounding to the adapters. The first forward after an optimizer step merges anew; several
     forwards between two steps do not. `MergedWeights`, `VllmSync` and `SglangSync` read the weights as they lie;
-    `save_merged`, `save_pretrained`, `disable_adapter()` and `set_adapter` get the base back by themselves, exactly,
-    and the next forward merges again. What is pushed has the same bits as what the last forward computed with.
-
-    `state_dict()` of the whole model holds merged values under the base's names, as inside `merged`.
+    `save_merged`, `save_pretrained`, `state_dict`, `disable_adapter()` and `set_adapter` get the base back by
+    themselves, exactly, and the next forward merges again. What is pushed has the same bits as what the last forward
+    computed with.
 
     Args:
         model: a PEFT model with LoRA or DoRA on Linear, Embedding or Conv layers, LoRA on parameters (fused experts) or

@@ -25,12 +25,19 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {n: safe_get_full_grad(p).clone() for n, p in model.named_parameters() if p.requires_grad}
 
 
+def saved(model: Any) -> dict[str, torch.Tensor]:
+    """As transformers' Trainer and accelerate have a model saved, on rank 0."""
+    if model.zero_optimization_partition_weights():
+        return model._zero3_consolidated_16bit_state_dict() or {}
+    return {name: tensor.clone() for name, tensor in model.module_state_dict().items()}
+
+
 def trains(rank: int, names: Sequence[str]) -> None:
     """Also a reference policy between steps, and a second forward and backward before one."""
     for name in names:
         what = f"{name} on rank {rank}"
         peft, model = (engine(build().train(), **STAGES[name]) for _ in range(2))
-        before = bases(model)
+        before, state = bases(model), saved(model)
         training = train_merged(model)
         for step in range(4):
             for one in (peft, model):
@@ -54,6 +61,10 @@ def trains(rank: int, names: Sequence[str]) -> None:
         for weight in weights:
             assert_same_bits(weights[weight], streamed[weight], f"{what} {weight}")
         model.step()
+        loss_of(model, rank, 0)
+        for key, tensor in saved(model).items():
+            if "lora_" not in key:
+                assert_same_bits(tensor, state[key], f"{what}: {key} in a checkpoint")
         training.close()
         for now, then in zip(bases(model), before, strict=True):
             assert_same_bits(now, then, f"{what}: a base weight")

@@ -65,6 +65,29 @@ def test_threads_that_choose_other_adapters(reader: str, monkeypatch: pytest.Mon
         assert all(torch.equal(tensor, wanted["a"][key]) for key, tensor in inside.items())
 
 
+def test_a_block_that_ends_while_another_thread_chooses() -> None:
+    """What the thread puts back is what it found, which would be the block's choice for good."""
+    model = models.with_lora(models.qwen2, adapters=("a", "b"))
+    inside, chose, left = (threading.Event() for _ in range(3))
+
+    def block() -> None:
+        with merged(model, adapter_names=["a"]):
+            inside.set()
+            assert chose.wait(10)
+        left.set()
+
+    thread = threading.Thread(target=block)
+    thread.start()
+    assert inside.wait(10)
+    with chosen.chosen(model, ["b"]):
+        chose.set()
+        assert not left.wait(0.5)  # it waits for its turn
+        assert model.base_model.active_adapters == ["b"]
+    thread.join(10)
+    assert left.is_set()
+    assert model.base_model.active_adapters == ["a", "b"]
+
+
 def test_a_process_forked_while_another_thread_reads() -> None:
     """The reading thread, which held the lock, does not exist there."""
     model = models.with_lora(models.qwen2, adapters=("a", "b"))

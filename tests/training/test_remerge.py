@@ -82,7 +82,7 @@ def adapters_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def assert_holds(model: nn.Module, want: dict[str, torch.Tensor]) -> None:
-    for name, tensor in model.state_dict().items():
+    for name, tensor in bits(model).items():
         assert_same_bits(tensor, want[name], name)
 
 

@@ -129,11 +129,17 @@ def truth(model: PeftModel) -> tuple[float, dict[str, Tensor]]:
 
 
 def bits(model: nn.Module) -> dict[str, Tensor]:
-    return {n: t.detach().clone() for n, t in model.state_dict().items()}
+    """As `state_dict`, which would bring the base back."""
+    return {
+        f"{path}.{key}".lstrip("."): tensor.detach().clone()
+        for path, module in model.named_modules(remove_duplicate=False)
+        for key, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and key not in module._non_persistent_buffers_set
+    }
 
 
 def assert_base(model: nn.Module, before: dict[str, Tensor]) -> None:
-    for name, tensor in model.state_dict().items():
+    for name, tensor in bits(model).items():
         if "lora_" not in name:
             assert_same_bits(tensor, before[name], name)
 

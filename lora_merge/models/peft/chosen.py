@@ -112,7 +112,8 @@ def chosen(model: Any, names: Sequence[str] | None) -> Iterator[None]:
 
 def activated(model: Any, names: Sequence[str] | None) -> AbstractContextManager[None]:
     """Activate exactly these adapters in a model's forward for the time of a block, in this order, like `set_adapter`
-    but without its effect on `requires_grad`. Who begins it has the model's `turn`.
+    but without its effect on `requires_grad`. Who begins it has the model's `turn`; its end waits for one, as the block
+    may be longer than the turn, and another thread that chooses meanwhile puts back what it found.
 
     Args:
         model: whatever holds PEFT's layers.
@@ -125,7 +126,12 @@ def activated(model: Any, names: Sequence[str] | None) -> AbstractContextManager
     if names is None:
         return nullcontext()
     replaced, wanted = Replaced(), list(names)
-    return undone(lambda: replaced.put(_changes(model, wanted)), replaced.back)
+
+    def back() -> None:
+        with turn(model, names):
+            replaced.back()
+
+    return undone(lambda: replaced.put(_changes(model, wanted)), back)
 
 
 def originals(model: Any) -> AbstractContextManager[None]:

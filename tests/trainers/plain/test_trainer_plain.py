@@ -114,8 +114,7 @@ def test_transformers_trainer_and_a_resumed_run(llm: LLM, tmp_path: Path) -> Non
 
 
 def test_training_on_merged_weights(llm: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The engine holds what the trainer computes with at each step; the base is back at the end, also by an interrupt.
-    Lightning asks for a `state_dict` before any callback can bring the base back."""
+    """The engine holds what the trainer computes with at each step; the base is back at the end, or by an interrupt."""
     merged = Options(train="merged", verify=True)
     trainer = Trainer(model=policy(), args=arguments(tmp_path), train_dataset=Tokens())
     before, seen, held = base_of(trainer.model), Seen(llm), dict[str, Tensor]()
