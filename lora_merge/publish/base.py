@@ -29,9 +29,8 @@ class BaseSamples:
 
     def __init__(self, model: Any) -> None:
         self._bare, self._adapted = MergedWeights(model, adapters=False), MergedWeights(model)
-        self._adapted.as_it_lies = (
-            False  # of a model that is trained on merged weights: with what adapters add to which
-        )
+        # Of a model that is trained on merged weights: with what adapters add to which.
+        self._adapted.as_it_lies = False
         self._looked: Any = None
         self._saved: list[str] = []
         self._whole: frozenset[str] = frozenset()
