@@ -12,6 +12,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..choices import Rounding
 from ..errors import InvalidInput
@@ -23,6 +24,8 @@ from ..models.guards import guarded, refuse
 from ..models.live import Live, live
 from ..models.pausing import note_training
 from ..models.peft.chosen import turn
+from ..models.steps import tell
+from ..shards import here
 from ..shards.layout import Layout
 from ..shards.ranks import Ranks
 from . import gathered
@@ -77,6 +80,7 @@ class Training:
             left = module.register_forward_hook(self._leave_model, prepend=True, always_call=True)
             self._hooks += [enter, left]
         self._hooks += before_states(model.modules(), self._before_state)
+        tell(self, of_steps=True)
         self._hook(self._layers)  # parts may be called by themselves before the model is
 
     # What users call
@@ -151,6 +155,7 @@ class Training:
                 self._leave()
         finally:
             self._closed = True
+            tell(self, of_steps=False)
             for hook in self._hooks:
                 hook.remove()
             self._hooks.clear()
@@ -309,6 +314,15 @@ class Training:
         """Bring the base back before a module's state is read or loaded."""
         if not self._closed:
             self.pause()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Bring the base back where an optimizer trains some of what is merged: it steps on the base, by the gradients
+        of the merged weights."""
+        if self._merged is not None:
+            merged = self._block.weights
+            trained = {id(w) for w in self._merged.weights if w.requires_grad and any(here(w) is m for m in merged)}
+            if trained and any(id(p) in trained for group in optimizer.param_groups for p in group["params"]):
+                self.pause()
 
     def _on_base(self, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of a module once the base is back. PEFT's `unmerge` has nothing left to do then."""
