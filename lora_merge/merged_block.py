@@ -75,6 +75,11 @@ class MergedBlock:
         self._way_back: _Restore | None = None
         self._known: KeptMerges | None = None
 
+    @property
+    def weights(self) -> Sequence[Tensor]:
+        """What is merged, or what is here of it."""
+        return list(self._weights.values())
+
     def enter(self) -> None:
         """Merge. `leave` has to follow, also where this raises, as `merged` does."""
         with turn(self._model, self._names):

@@ -7,15 +7,24 @@ Every subclass of `torch.optim.Optimizer` calls the hook after `step`, also from
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+
+class Steps(Protocol):
+    """Somebody who is told of each step before it is made."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Called before an optimizer of this process steps."""
+
 
 _last: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 _count = 0
+_told = WeakSet[Steps]()
 
 
 def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -24,7 +33,18 @@ def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _last[optimizer] = _count
 
 
+def _tell(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for one in list(_told):
+        one.before_step(optimizer)
+
+
 register_optimizer_step_post_hook(_note)
+register_optimizer_step_pre_hook(_tell)
+
+
+def tell(somebody: Steps, *, of_steps: bool) -> None:
+    """Tell somebody of each step before it is made, as long as he lives; or no longer."""
+    (_told.add if of_steps else _told.discard)(somebody)
 
 
 def steps() -> int:

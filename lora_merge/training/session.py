@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
+from threading import RLock, get_ident
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..choices import Rounding
 from ..errors import InvalidInput
@@ -21,16 +23,20 @@ from ..models.delta import Delta
 from ..models.guards import guarded, refuse
 from ..models.live import Live, live
 from ..models.pausing import note_training
+from ..models.peft.chosen import turn
+from ..models.steps import tell
+from ..shards import here
 from ..shards.layout import Layout
 from ..shards.ranks import Ranks
 from . import gathered
 from .check import acting_layers, check_trainable, tops
 from .dora import with_rows, zero_rows
 from .experts import Holders
+from .forwards import Forward, others_compute
 from .layers import Acting, acts_in, layers_of
 from .merged_from import MergedFrom, facts_of, merged_from, state_of
 from .states import before_states
-from .straight import Held, this_backward
+from .straight import this_backward
 
 _VERSION = attrgetter("_version")
 _STATES = 64
@@ -60,12 +66,11 @@ class Training:
         self._hooks: list[Any] = []
         self._guards: list[tuple[Sequence[nn.Module], Iterable[str]]] = []
         self._hooked = WeakSet[nn.Module]()
-        self._held: dict[nn.Module, Sequence[Held]] = {}
         self._holders = Holders(self._standing)
-        self._outermost: nn.Module | None = None
-        self._raised = self._sharded = False
-        self._busy = False
-        self._closed = False
+        self._forward, self._computing = Forward(), set[int]()
+        self._raised = self._sharded = self._closed = False
+        # One thread merges or brings the base back; which one. It has the model's turn before, if it needs one.
+        self._lock, self._busy = RLock(), 0
         self._layers = check_trainable(model, rounding)
         self._tops = tops(model, list(self._layers))
         for module in self._tops:
@@ -75,6 +80,7 @@ class Training:
             left = module.register_forward_hook(self._leave_model, prepend=True, always_call=True)
             self._hooks += [enter, left]
         self._hooks += before_states(model.modules(), self._before_state)
+        tell(self, of_steps=True)
         self._hook(self._layers)  # parts may be called by themselves before the model is
 
     # What users call
@@ -97,28 +103,32 @@ class Training:
         Args:
             anew: also where nothing is known to have changed.
         """
-        if self._busy:
+        if self._busy == get_ident():
             return
-        try:
-            self._busy = True
-            found, values = live(self._model), False
-            # What goes wrong on one rank alone is an error on all, before any of them waits for the others.
-            with found.ranks.vote("train_merged") as ballot:
-                if self._merged is not None:
-                    # Facts are those inside: everything but values of the adapters.
-                    values = facts_of(found) == self._merged.facts
-                ballot.flag = self._merged is None or not values or anew or self._merged.may_be_written
-            if ballot.flag:
-                self._merge(found, values)
-        finally:
-            self._busy = False
+        with turn(self._model), self._lock:
+            try:
+                self._busy = get_ident()
+                found, values = live(self._model), False
+                # What goes wrong on one rank alone is an error on all, before any of them waits for the others.
+                with found.ranks.vote("train_merged") as ballot:
+                    if self._merged is not None:
+                        # Facts are those inside: everything but values of the adapters.
+                        values = facts_of(found) == self._merged.facts
+                    ballot.flag = self._merged is None or not values or anew or self._merged.may_be_written
+                if ballot.flag:
+                    self._merge(found, values)
+            finally:
+                self._busy = 0
 
     def pause(self) -> None:
         """Bring the base back bit for bit until the next forward: before the model is read, saved or changed. What
         reads it in this package, and what PEFT saves or changes, does so by itself."""
-        if not self._busy and self._merged is not None:
-            check_unread(self._merged.weights)
-            self._leave()
+        if self._busy == get_ident():
+            return
+        with self._lock:
+            if self._merged is not None:
+                check_unread(self._merged.weights)
+                self._leave_still()
 
     def hold(self) -> bool:
         """Merge as `refresh` does, for a stream that reads the weights as they lie; return False where no adapter
@@ -131,18 +141,21 @@ class Training:
 
     def deltas(self) -> list[Delta]:
         """Return what the adapters add that are merged."""
-        busy, self._busy = self._busy, True  # what reads the model brings no base back
-        try:
-            return [] if self._merged is None else self._block.deltas()
-        finally:
-            self._busy = busy
+        with self._lock:
+            busy, self._busy = self._busy, get_ident()  # what reads the model brings no base back
+            try:
+                return [] if self._merged is None else self._block.deltas()
+            finally:
+                self._busy = busy
 
     def close(self) -> None:
         """Bring the base back bit for bit, and let PEFT's own forward train from here on. May be called again."""
         try:
-            self._leave()
+            with self._lock:
+                self._leave()
         finally:
             self._closed = True
+            tell(self, of_steps=False)
             for hook in self._hooks:
                 hook.remove()
             self._hooks.clear()
@@ -276,6 +289,15 @@ class Training:
         finally:
             self._merged = None
 
+    def _leave_still(self) -> None:
+        """Bring the base back unless another thread computes with what is merged."""
+        if self._merged is not None and others_compute(self._computing):
+            raise InvalidInput(
+                "another thread is in a forward of this model, which computes with merged weights, and the base was "
+                "asked for (a save, state_dict, a stream of the base, pause()): do that when the forward is over"
+            )
+        self._leave()
+
     def _guard(self, values: bool) -> None:
         """Let what `merged` refuses go on, on the base: what saves the model, and PEFT's own merging."""
         if not values:
@@ -290,12 +312,22 @@ class Training:
 
     def _before_state(self, *args: object) -> None:
         """Bring the base back before a module's state is read or loaded."""
-        if self._merged is not None:
+        if not self._closed:
             self.pause()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Bring the base back where an optimizer trains some of what is merged: it steps on the base, by the gradients
+        of the merged weights."""
+        if self._merged is not None:
+            merged = self._block.weights
+            trained = {id(w) for w in self._merged.weights if w.requires_grad and any(here(w) is m for m in merged)}
+            if trained and any(id(p) in trained for group in optimizer.param_groups for p in group["params"]):
+                self.pause()
 
     def _on_base(self, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of a module once the base is back. PEFT's `unmerge` has nothing left to do then."""
-        self._leave()
+        with self._lock:
+            self._leave_still()
         return None if name == "unmerge" else getattr(module, name)(*args, **kwargs)
 
     # Forward and backward
@@ -303,18 +335,21 @@ class Training:
     @untraced
     def _enter_model(self, module: nn.Module, args: Any) -> None:
         # A module that is entered stands in no forward of those inside it: such a one was interrupted (Ctrl-C).
-        if self._closed or self._outermost in self._tops[: self._tops.index(module)]:
+        here = self._forward
+        if self._closed or here.outermost in self._tops[: self._tops.index(module)]:
             return
-        raised, self._outermost = self._raised or self._outermost is not None, module
+        raised, here.outermost = self._raised or here.outermost is not None, module
         if not self._elsewhere():
             if raised:
                 Layout(self._model).give_up_forward()
             self._refresh()
+        self._computing.add(get_ident())
 
     @untraced
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module is self._outermost:
-            self._outermost, self._raised = None, output is None
+        if module is self._forward.outermost:
+            self._forward.outermost, self._raised = None, output is None
+            self._computing.discard(get_ident())
         if self._sharded and self._merged is not None and torch.is_grad_enabled():
             # Once units are gathered for a backward pass, it is too late to merge for it.
             gathered.ask_first(output, self._ready())
@@ -328,18 +363,19 @@ class Training:
         Then begin the way back to the adapters where it can begin at the layer's input."""
         if torch.compiler.is_compiling() or self._closed:
             return None
-        self._held.pop(layer, None)
-        if not self._busy and self._is_due(layer):
+        held = self._forward.held
+        held.pop(layer, None)
+        if self._busy != get_ident() and self._is_due(layer):
             self._refresh()
         if self._merged is None or not torch.is_grad_enabled() or self._layers[layer].cut or not args:
             return None
-        x, self._held[layer] = self._layers[layer].attach_to_input(args[0])
+        x, held[layer] = self._layers[layer].attach_to_input(args[0])
         return (x, *args[1:]), kwargs
 
     def _is_due(self, layer: nn.Module) -> bool:
         """Return True if the adapters have to be merged before a layer is called."""
         now = self._merged
-        if self._outermost is None:
+        if self._forward.outermost is None:
             if self._elsewhere():
                 return False
             # What gradient checkpointing calls again in a backward pass is to be what it was.
@@ -357,7 +393,7 @@ class Training:
         """Give the adapters of a layer their gradients."""
         if self._merged is None or not torch.is_grad_enabled() or self._layers[layer].cut:
             return None
-        held = () if torch.compiler.is_compiling() else self._held.pop(layer, ())
+        held = () if torch.compiler.is_compiling() else self._forward.held.pop(layer, ())
         return self._layers[layer].attach(output, args[0] if args else next(iter(kwargs.values())), self._ready(), held)
 
     def _after_base(self, layer: nn.Module, base: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
@@ -395,8 +431,8 @@ def _nothing() -> None:
 def _closed() -> Training:
     """Return what the hooks of a copied model call: they do nothing."""
     training = Training.__new__(Training)
-    training._closed, training._merged, training._outermost, training._layers, training.merges = True, None, None, {}, 0
-    training._raised = training._sharded = False
+    training._closed, training._merged, training._layers, training.merges = True, None, {}, 0
+    training._forward, training._raised, training._sharded = Forward(), False, False
     return training
 
 

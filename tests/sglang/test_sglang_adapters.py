@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import models
 import policies
 import pytest
 import sglang_engines
+from safetensors.torch import load_file
 from sglang_engines import (
     LORA,
     ado,
@@ -71,6 +74,30 @@ def test_adapters(started: Any) -> None:
     outputs = ask(started, lora_path=sync.lora_path())
     assert_answers(outputs, model)
     assert {output["meta_info"]["weight_version"] for output in outputs} == {f"adapter@{sync.states()[0].version}"}
+    sync.close()
+
+
+def test_an_adapter_of_somebody_else(started: Any, tmp_path: Path) -> None:
+    """Requests for it are answered on top of merged weights, and the push says so; in adapter mode on the base."""
+    model, theirs = policy(), policy()
+    policies.train(model)
+    policies.train(theirs, 7)
+    theirs.save_pretrained(tmp_path)
+    sync = SglangSync(model, started, mode="adapter")
+    sync.push()
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert started.load_lora_adapter_from_tensors("theirs", tensors, settings).success
+    try:
+        assert not sync.push().others
+        assert_answers(ask(started, lora_path="theirs"), theirs)
+        with pytest.warns(UserWarning, match="not loaded the adapters theirs.*on top of the pushed"):
+            assert sync.push(mode="merged").others == "theirs"
+        assert_answers(ask(started), model)
+        with pytest.raises(AssertionError):
+            assert_answers(ask(started, lora_path="theirs"), theirs)
+    finally:
+        started.unload_lora_adapter("theirs")
     sync.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,22 @@ def test_an_untied_head(tmp_path: Path) -> None:
     model = models.with_lora(lambda: policies.qwen2(tied=False), **DENSE)
     with engine(model, tmp_path / "base", api_key="abc") as started:
         push_and_ask(model, started)
+
+
+def test_calibrated_scales_of_the_kv_cache(tmp_path: Path) -> None:
+    """They stay those of the engine's start, and the push says so."""
+    model = models.with_lora(policies.qwen2, **DENSE)
+    scales = {str(layer): 0.5 for layer in range(model.config.num_hidden_layers)}
+    told = {"dtype": "float8_e4m3fn", "scaling_factor": {"0": scales}}
+    path = tmp_path / "scales.json"
+    path.write_text(json.dumps({"model_type": "qwen2", "kv_cache": told}))
+    fp8 = {"kv_cache_dtype": "fp8_e4m3", "quantization_param_path": str(path)}
+    with (
+        engine(model, tmp_path / "base", **fp8) as started,
+        closing(SglangSync(model, started)) as sync,
+        pytest.warns(UserWarning, match=r"keeps the scales .*those of quantization_param_path='.*scales\.json'"),
+    ):
+        assert "scales.json" in sync.push().calibrated
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import models
 import pytest
@@ -102,3 +103,33 @@ def test_adapters_are_deleted_at_any_time() -> None:
     model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
     with merged(model), pytest.raises(AlreadyMerged, match="delete_adapter"):
         model.delete_adapter("other")
+
+
+def unfrozen() -> Any:
+    model = adapted(models.qwen2, target_modules=["q_proj", "up_proj"])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name or "up_proj.base_layer" in name)
+    return model
+
+
+@pytest.mark.parametrize(
+    "build",
+    [unfrozen, lambda: adapted(models.qwen2, target_modules=["q_proj", "k_proj"], bias="all", lora_bias=True)],
+    ids=["weight", "bias"],
+)
+def test_a_base_that_is_trained_itself(build: Callable[[], Any]) -> None:
+    """An optimizer steps on the base, not on what is merged; all go as with PEFT's forward."""
+    peft, model = build(), build()
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], 1e-2) for m in (peft, model)]
+    with train_merged(model) as training:
+        for _ in range(4):
+            losses = []
+            for one, optimizer in zip((peft, model), optimizers, strict=True):
+                losses.append(loss_of(one))
+                losses[-1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            torch.testing.assert_close(*losses)
+        assert training.merges == 4
+    for (name, wanted), got in zip(peft.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-4, msg=name)

@@ -58,8 +58,8 @@ def warn_of_others(replicas: Sequence[Replica], warned: set[tuple[int, str]]) ->
     """
     words = (
         ": this trainer has not loaded the adapters {}. Requests that name them are answered on top of the pushed "
-        "weights from now on, and not on the base that the adapters were trained on. Serve them as tenants of this "
-        "trainer, or from an engine of their own, or unload them"
+        "weights from now on, and not on the base that the adapters were trained on. Serve them from an engine of "
+        "their own, or as tenants of this trainer (VllmSync alone), or unload them"
     )
     return _warn_of([(one, one.others) for one in replicas], warned, words)
 

@@ -51,11 +51,11 @@ _OF_SCHEDULERS = (
     *("pause_generation", "_engine_paused", "flush_cache", "server_args", "model_config"),
 )
 _OF_ARGUMENTS = (
-    *("pp_size", "dp_size", "enable_dp_attention", "disaggregation_mode"),
+    *("pp_size", "dp_size", "enable_dp_attention", "disaggregation_mode", "tokenizer_worker_num"),
     *("enable_eplb", "ep_num_redundant_experts", "init_expert_location"),
     *("cpu_offload_gb", "offload_group_size", "enable_weights_cpu_backup", "weight_cache_mode"),
-    *("enable_hierarchical_cache", "enable_lmcache"),
-    *("enable_lora", "model_impl", "speculative_algorithm"),
+    *("enable_hierarchical_cache", "enable_lmcache", "kv_cache_dtype", "quantization_param_path"),
+    *("enable_lora", "model_impl", "speculative_algorithm", "device", "enable_torch_compile"),
 )
 _OF_LORA = (
     *("loras", "target_modules", "max_lora_rank", "dtype"),

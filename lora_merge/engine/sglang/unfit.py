@@ -114,6 +114,20 @@ _REFUSED: tuple[Reason, ...] = (
         "with dwdp_size=1",
     ),
     where(
+        lambda a: a.tokenizer_worker_num > 1,
+        "answers from several processes (tokenizer_worker_num), of which a push reaches one: the others would go on "
+        "naming the weight version before: start it with tokenizer_worker_num=1",
+    ),
+    where(
+        _has("enable_pdmux"),
+        "serves prefill and decode on streams of their own (enable_pdmux), which no pause stops: start it without",
+    ),
+    where(
+        lambda a: a.device == "cpu" and a.enable_torch_compile,
+        "compiles its weights in as constants (enable_torch_compile on a CPU), which a push does not reach: start it "
+        "without",
+    ),
+    where(
         lambda a: a.weight_cache_mode != "off",
         "shares its weights with other engines (weight_cache_mode), which a push to one of them would change: start it "
         'with weight_cache_mode="off"',

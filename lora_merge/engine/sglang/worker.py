@@ -101,12 +101,19 @@ class SglangWorker:
             "no_adapters": _SEES if multimodal else None,
             "computing": computing(self.manager.tp_worker.model_runner.model_config.hf_config),
             "others": self._others(),
+            "calibrated": self._calibrated(),
         }
 
     def _others(self) -> list[str]:
         """Return the names of adapters that somebody else has loaded."""
         loaded = getattr(self._lora, "lora_refs", {})
         return [str(reference.lora_name) for number, reference in loaded.items() if number != ADAPTER_ID]
+
+    def _calibrated(self) -> str:
+        """Return where the scales of the KV cache come from, in words; "" where they are 1."""
+        arguments = self.scheduler.server_args
+        path = arguments.quantization_param_path if arguments.kv_cache_dtype == "fp8_e4m3" else None
+        return f"those of quantization_param_path={path!r}" if path else ""
 
     @property
     def _lora(self) -> Any:
