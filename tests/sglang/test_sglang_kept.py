@@ -13,7 +13,7 @@ import policies
 import pytest
 import sglang_engines
 import torch
-from sglang_engines import ado, ask, assert_answers, do, engine
+from sglang_engines import ado, ask, assert_answers, do, engine, flying
 
 from lora_merge import SglangSync
 
@@ -81,6 +81,25 @@ def test_tokens_from_before_a_push_count(started: Any, what: str) -> None:
     assert pushed == alone
     assert len(alone) == 21 if "least" in what else len(set(alone)) > TOKENS // 3, "it has an effect"
     sync.close()
+
+
+def test_a_full_queue_takes_back_what_a_push_keeps(started: Any) -> None:
+    """SGLang would end requests that it had begun, with 503."""
+    sync = SglangSync(policy(), started)
+
+    async def scenario() -> list[Any]:
+        tasks = await flying(started, TOKENS)
+        await ado(started, "limit", 1)
+        await sync.apush()
+        await ado(started, "slow", 0)
+        return await asyncio.gather(*tasks)
+
+    try:
+        answers = started.loop.run_until_complete(asyncio.wait_for(scenario(), 120))
+        assert [len(answer["output_ids"]) for answer in answers] == [TOKENS] * 3
+    finally:
+        do(started, "mend")
+        sync.close()
 
 
 class Batch(SimpleNamespace):

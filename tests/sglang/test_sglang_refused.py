@@ -18,7 +18,14 @@ from sglang_faults import BUCKET
 
 from lora_merge import InvalidInput, PushRefused, SglangSync
 from lora_merge.engine.sglang import internals, plugin
-from lora_merge.engine.sglang.internals import HOOKED, PENALTIES, REGISTRY, RELEASE_MEMORY, RESUME_MEMORY
+from lora_merge.engine.sglang.internals import (
+    HOOKED,
+    PENALTIES,
+    QUEUE_LIMIT,
+    REGISTRY,
+    RELEASE_MEMORY,
+    RESUME_MEMORY,
+)
 from lora_merge.serve import load_adapter, unload_adapter
 
 no_leftovers = sglang_engines.no_leftovers
@@ -119,7 +126,8 @@ def names_anew() -> Iterator[None]:
     internals._unresolved.cache_clear()
 
 
-MOVED = [HOOKED, HOOKED.rpartition(".")[0], RELEASE_MEMORY, RESUME_MEMORY, REGISTRY, PENALTIES.rpartition(".")[0]]
+MOVED = [HOOKED, HOOKED.rpartition(".")[0], RELEASE_MEMORY, RESUME_MEMORY, QUEUE_LIMIT, REGISTRY]
+MOVED += [PENALTIES.rpartition(".")[0]]
 
 
 @pytest.mark.parametrize("path", MOVED)

@@ -271,6 +271,14 @@ def _saver(manager: Any) -> str:
     return "throws away"
 
 
+def _limit(manager: Any, queued: int) -> str:
+    """From now on so many requests may be queued."""
+    scheduler = manager.scheduler
+    _MENDED.append(lambda: setattr(scheduler, "max_queued_requests", None))
+    scheduler.max_queued_requests = queued
+    return "limited"
+
+
 def _pulls(manager: Any) -> int:
     """How many offers of a trainer's memory are mapped."""
     from lora_merge.engine.sglang import worker
@@ -296,6 +304,7 @@ _ACTIONS: dict[str, Callable[..., Any]] = {
     "process": _process,
     "unmapped": _unmapped,
     "saver": _saver,
+    "limit": _limit,
     "pulls": _pulls,
     "save": _save,
     "captured": _captured,

@@ -26,7 +26,9 @@ RESUME_MEMORY = f"{_MANAGER}.resume_memory_occupation"
 """A scheduler's method that maps it again."""
 PENALTIES = "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator.__init__"
 """What makes the penalties of a batch, in a scheduler."""
-_PLUGIN = (REGISTRY, HOOKED, RELEASE_MEMORY, RESUME_MEMORY, PENALTIES)
+QUEUE_LIMIT = "sglang.srt.managers.scheduler.Scheduler._abort_on_queued_limit"
+"""A scheduler's method that ends a request for which its queue has no place (`max_queued_requests`)."""
+_PLUGIN = (REGISTRY, HOOKED, RELEASE_MEMORY, RESUME_MEMORY, PENALTIES, QUEUE_LIMIT)
 """What the plugin takes and hooks, by path, as all names that follow."""
 _STRUCTURES = "sglang.srt.managers.io_struct."
 _OF_CALLERS = tuple(

@@ -5,18 +5,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from .internals import HOOKED, PENALTIES, PREFIX, RELEASE_MEMORY, RESUME_MEMORY
+from .internals import HOOKED, PENALTIES, PREFIX, QUEUE_LIMIT, RELEASE_MEMORY, RESUME_MEMORY
 
 
 def register() -> None:
-    """Answer requests of this package by `check_weights`, notice weights that are unmapped, and count what a request
-    said before it began anew."""
+    """Answer requests of this package by `check_weights`, notice weights that are unmapped, count what a request said
+    before it began anew, and let it back into a full queue."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(HOOKED, check_weights, HookType.AROUND)
     HookRegistry.register(RELEASE_MEMORY, release_memory_occupation, HookType.AROUND)
     HookRegistry.register(RESUME_MEMORY, resume_memory_occupation, HookType.AROUND)
     HookRegistry.register(PENALTIES, count_again, HookType.AROUND)
+    HookRegistry.register(QUEUE_LIMIT, abort_on_queued_limit, HookType.AROUND)
 
 
 def check_weights(original: Any, manager: Any, request: Any) -> Any:
@@ -53,3 +54,8 @@ def count_again(original: Any, orchestrator: Any, *args: Any, **kwargs: Any) -> 
     from .penalties import count_again
 
     count_again(original, orchestrator, *args, **kwargs)
+
+
+def abort_on_queued_limit(original: Any, scheduler: Any, request: Any) -> Any:
+    """End a request for which the queue has no place, unless it comes back to the queue: SGLang had taken it before."""
+    return False if request.is_retracted else original(scheduler, request)
