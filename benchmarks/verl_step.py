@@ -14,8 +14,9 @@ Each way is a run of its own, of the same random policy and questions:
 
 `update_weights` is verl's `timing_s/update_weights` (waking the weights and the KV cache included), `step` its
 `timing_s/step` (with all of that), memory the peak of a trainer's process (`perf/max_memory_allocated_gb`; verl sees
-nothing of vLLM's). Seconds are medians over `--steps` after one that warms up. On CPUs there is no sleep mode: verl's
-calls are made, and vLLM ignores them.
+nothing of vLLM's). `ratio` is the trainer's perplexity of answers over the engine's (`rollout_corr/ppl_ratio`): 1 where
+both have one policy, but for their kernels. Figures are medians over `--steps` after one that warms up. On CPUs there
+is no sleep mode: verl's calls are made, and vLLM ignores them.
 
 A way that fails, or has not ended after `--limit`, is a row with the reason (`failed`) and the steps that it made; all
 of its processes are ended. The exit status is 1 if that is one of this package's ways.
@@ -75,6 +76,7 @@ METRICS = {
     "train_s": "timing_s/update_actor",
     "peak_gb": "perf/max_memory_allocated_gb",
     "host_gb": "perf/cpu_memory_used_gb",
+    "ratio": "rollout_corr/ppl_ratio",
     "pushed_s": "lora_merge/seconds",
     "pushed_mb": "lora_merge/megabytes",
 }
@@ -90,7 +92,7 @@ def make_policy(args: argparse.Namespace, folder: Path) -> None:
     verl_model: Any = import_module("verl_model")  # of the tests
     verl_model.save_task(folder)
     model, config = folder / "model", sync.config_of(args.shape, args.layers)
-    verl_model.save_tokenizer(model)
+    verl_model.save_tokenizer(model, config.vocab_size)
     config.bos_token_id, config.eos_token_id, config.pad_token_id = 257, 258, 256
     config.save_pretrained(model)
     torch.manual_seed(0)
@@ -302,7 +304,7 @@ def show(record: Record) -> None:
     machine = f"{record['gpus']} x {record['device_name']}" if record["device"] == "cuda" else record["device_name"]
     title = f"verl, {record['shape']}, rank {record['rank']}, FSDP2 on {record['gpus']}, vLLM with TP={record['tp']}"
     sheet = report.sheet_of(
-        title, "way", ["update_\nweights s", "step\ns", "generate\ns", "train\ns", "peak\nGiB", "push\nms"]
+        title, "way", ["update_\nweights s", "step\ns", "generate\ns", "train\ns", "peak\nGiB", "ratio", "push\nms"]
     )
     for way in record["ways"].values():
         if "failed" in way:
@@ -310,7 +312,8 @@ def show(record: Record) -> None:
             continue
         own = f"{1e3 * way['pushed_s']:.0f}" if "pushed_s" in way else ""
         figures = [way["update_weights_s"], way["step_s"], way["generate_s"], way["train_s"], way["peak_gb"]]
-        sheet.add_row(way["name"], *(f"{figure:.2f}" for figure in figures), own)
+        ratio = f"{way['ratio']:.4f}" if "ratio" in way else ""
+        sheet.add_row(way["name"], *(f"{figure:.2f}" for figure in figures), ratio, own)
     out = report.console()
     out.print(sheet)
     for way in record["ways"].values():

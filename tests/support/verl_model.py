@@ -22,10 +22,16 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **op
 """
 
 
-def save_tokenizer(folder: Path) -> None:
-    """Bytes as tokens, and three special ones."""
+def save_tokenizer(folder: Path, size: int = 0) -> None:
+    """Bytes as tokens, and three special ones.
+
+    Args:
+        size: of the vocabulary, if others follow that no text has: verl's rollouts draw none beyond it, and its trainer
+            counts all that the model has.
+    """
     vocabulary = {character: i for i, character in enumerate(sorted(ByteLevel.alphabet()))}
     vocabulary |= {token: 256 + i for i, token in enumerate(SPECIAL)}
+    vocabulary |= {f"<{i}>": i for i in range(len(vocabulary), size)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -47,4 +47,5 @@ def test_five_ways(tmp_path: Path) -> None:
     for name, way in ways.items():
         assert "failed" not in way, (name, way)
         assert way["update_weights_s"] > 0, name
+        assert abs(way["ratio"] - 1) < 0.02, name
         assert ("pushed_s" in way) == (name != "merge"), name
