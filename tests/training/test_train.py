@@ -58,6 +58,18 @@ def loss_of(model: nn.Module) -> Tensor:
     return found.loss
 
 
+def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
+    """Train so many steps; the loss of each."""
+    losses = []
+    for _ in range(count):
+        loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 MODELS: dict[str, Callable[[], PeftModel]] = {
     "linear": lambda: adapted(models.qwen2, target_modules=LINEARS),
     "rank-stabilised, some layers": lambda: adapted(models.qwen2, target_modules=["k_proj"], use_rslora=True),
@@ -181,15 +193,9 @@ def assert_fifty_steps_are_those_of_peft(first: nn.Module, second: nn.Module) ->
     """In float32, where rounding is no matter. The second of two equal models trains on merged weights."""
     losses: list[list[float]] = []
     for model, training in ((first, nullcontext()), (second, train_merged(second))):
-        optimizer, seen = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-3), list[float]()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-3)
         with training:
-            for _ in range(50):
-                loss = loss_of(model)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                seen.append(loss.item())
-        losses.append(seen)
+            losses.append(losses_of(model, optimizer, 50))
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-4, atol=1e-5)
     assert losses[0][-1] < losses[0][0] - 0.05
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lora_merge import InvalidInput, MergedWeights, train_merged
 from lora_merge.kernels import cpu
-from tests.training.test_train import LINEARS, adapted, loss_of
+from tests.training.test_train import LINEARS, adapted, loss_of, losses_of
 
 
 def whole(tensor: Any) -> torch.Tensor:
@@ -25,14 +25,7 @@ def whole(tensor: Any) -> torch.Tensor:
 def steps(model: Any, count: int = 4) -> list[float]:
     """Train; the losses."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
-    losses = []
-    for _ in range(count):
-        loss = loss_of(model)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return losses_of(model, optimizer, count)
 
 
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from lora_merge import MergedWeights, train_merged
-from tests.training.test_train import LINEARS, adapted, assert_base, bits, loss_of
+from tests.training.test_train import LINEARS, adapted, assert_base, bits, loss_of, losses_of
 
 
 def made(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, torch.optim.Optimizer]:
@@ -29,13 +29,7 @@ def made(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, torch.optim.Optimize
 
 def steps(model: nn.Module, optimizer: Any, count: int = 2) -> list[float]:
     """Train, up to a forward; the losses."""
-    losses = []
-    for _ in range(count):
-        loss = loss_of(model)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = losses_of(model, optimizer, count)
     with torch.no_grad():
         return [*losses, loss_of(model).item()]
 
