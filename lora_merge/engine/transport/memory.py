@@ -242,8 +242,9 @@ class _IpcHandle(ctypes.Structure):
         return base64.b64encode(bytes(self)).decode()
 
 
+@cache
 def _cuda_runtime() -> Any:
-    """Return the CUDA runtime that torch has loaded."""
+    """Return the CUDA runtime that torch has loaded. To look for it takes milliseconds, and each tensor asks for it."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "libcudart" in line:
             return ctypes.CDLL(line.split()[-1])
