@@ -41,6 +41,8 @@ from .straight import this_backward
 _VERSION = attrgetter("_version")
 _STATES = 64
 """States of the adapters whose draws are remembered: those that act in turns between two steps."""
+_MERGED_STATES = 4
+"""States among them whose backward passes may go on when they are merged again: of a policy and its references."""
 
 
 class Training:
@@ -61,7 +63,7 @@ class Training:
         self._model = model
         self._draws, self._drawn = 0, dict[int, int]()
         self._merged: MergedFrom | None = None
-        self._last: MergedFrom | None = None
+        self._states: list[MergedFrom] = []  # that were merged since adapters were written last, the newest at the end
         self._block = MergedBlock(model, rounding=rounding)
         self._hooks: list[Any] = []
         self._guards: list[tuple[Sequence[nn.Module], Iterable[str]]] = []
@@ -189,9 +191,9 @@ class Training:
         """Return the seed to draw with: one for each state of the adapters, also where others act in between."""
         if self.rounding == "nearest" or not any(found.adapters for found in layers.values()):
             return None
-        state, last = hash(state_of(layers)), self._merged or self._last
+        state, last = hash(state_of(layers)), self._states[-1:]
         seed = self._drawn.pop(state, None)
-        if ranks.any(seed is None or (last is not None and last.stepped)):
+        if ranks.any(seed is None or any(one.stepped for one in last)):
             self._draws += 1
             seed = self._draws
         assert seed is not None
@@ -246,14 +248,15 @@ class Training:
                 before = None
             facts = facts_of(live(self._model)) if before is None or not values else before.facts
             now = now._replace(facts=facts, inside=tuple(map(_VERSION, now.weights)))
-            for known in (before, self._last):
-                if not ranks.any(known is None or not known.same_bits(now)):
-                    assert known is not None
-                    # A backward pass of a forward from before may go on.
-                    now = now._replace(inside=known.inside, number=known.number)
-                    torch._C._autograd._unsafe_set_version_counter(now.weights, now.inside)
-                    break
+            states = [one for one in self._states if not one.written]
+            known = next((one for one in states if one.same_bits(now)), None)
+            if not ranks.any(known is None):
+                assert known is not None
+                # A backward pass of a forward from before may go on.
+                now = now._replace(inside=known.inside, number=known.number)
+                torch._C._autograd._unsafe_set_version_counter(now.weights, now.inside)
             self._layers, self._merged = layers, now
+            self._states = [*(one for one in states if one is not known), now][-_MERGED_STATES:]
             self._guard(values)
             let_read(layers, self)
         except BaseException:
@@ -279,7 +282,6 @@ class Training:
 
     def _leave(self) -> None:
         if self._merged is not None:
-            self._last = self._merged
             self.before_write()
         try:
             self._block.leave()
