@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lora_merge import train_merged
+from lora_merge import InvalidInput, train_merged
 from tests.training.test_formulas import assert_close, gradients
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
@@ -105,3 +105,49 @@ def test_a_backward_pass_is_not_differentiated() -> None:
         (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             gradient.square().sum().backward()
+
+
+def test_a_hook_before_that_of_the_training() -> None:
+    """It changes an output, and was put first (`prepend`) after training on merged weights had begun."""
+
+    def run(model: Any) -> None:
+        layer = layer_of(model, "middle")
+        layer.register_forward_hook(lambda module, args, output: 3 * output, prepend=True)
+        model(X).square().sum().backward()
+
+    assert_as_peft(run)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_optimizers_that_step_inside_of_a_backward_pass(fused: bool) -> None:
+    """One for each parameter, which steps as soon as its gradient is there."""
+
+    def run(model: Any) -> None:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizers = {p: torch.optim.SGD([p], 1e-3, fused=fused) for p in trained}
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+        for _ in range(3):
+            model(X).square().sum().backward()
+
+    assert_as_peft(run)
+    assert_as_peft(run, checkpointed=True)
+
+
+def test_what_data_parallel_makes_of_a_model() -> None:
+    """Its copies for each GPU share the hooks, and hold what was merged before their forward."""
+    model = adapted()
+    with train_merged(model):
+        for part in (model, layer_of(model, "middle")):
+            copied: Any = part._replicate_for_data_parallel()
+            with pytest.raises(InvalidInput, match=r"is a shallow copy of one .* as nn.DataParallel makes"):
+                copied(X)
+        model(X).sum().backward()
+
+
+def test_a_backward_pass_after_the_end() -> None:
+    model = adapted()
+    with train_merged(model):
+        loss = model(X).sum()
+    with pytest.raises(InvalidInput, match=r"call backward\(\) before close\(\)"):
+        loss.backward()
