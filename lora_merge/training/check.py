@@ -125,6 +125,16 @@ def check_own(module: nn.Module, known: Container[nn.Module]) -> None:
         )
 
 
+def check_untransformed() -> None:
+    """Raise `InvalidInput` inside of a transform of torch.func, whose tensors hold no values that could be merged."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise InvalidInput(
+            "a model that is trained on merged weights is called inside of torch.func.grad, vmap or another transform, "
+            "which cannot see the merge: use backward() and loops, or close() the training before. (functional_call "
+            "by itself works)"
+        )
+
+
 def tops(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the modules that hold all adapter layers: a forward of each of them is one of the whole model."""
     wanted = set(map(id, layers))

@@ -29,7 +29,7 @@ from ..shards import here
 from ..shards.layout import Layout
 from ..shards.ranks import Ranks
 from . import gathered
-from .check import acting_layers, check_own, check_trainable, tops
+from .check import acting_layers, check_own, check_trainable, check_untransformed, tops
 from .dora import with_rows, zero_rows
 from .experts import Holders
 from .forwards import Forward, others_compute
@@ -280,6 +280,12 @@ class Training:
                 self._hooks.append(base.register_forward_hook(at_base, prepend=True, with_kwargs=True))
                 self._hooked[base] = self._hooks[-1].id
 
+    def _put_first(self, layers: Iterable[nn.Module]) -> None:
+        """Have outputs come here first: what others put before since (`prepend=True`) may change them."""
+        for layer in layers:
+            if len(layer._forward_hooks) > 1:
+                layer._forward_hooks.move_to_end(self._hooked[layer], last=False)  # type: ignore[attr-defined]
+
     def _leave(self) -> None:
         if self._merged is not None:
             self.before_write()
@@ -345,9 +351,11 @@ class Training:
             return
         raised, here.outermost = self._raised or here.outermost is not None, module
         if not self._elsewhere():
+            check_untransformed()
             if raised:
                 Layout(self._model).give_up_forward()
             self._refresh()
+        self._put_first(self._layers)
         self._computing.add(get_ident())
 
     @untraced
@@ -371,9 +379,8 @@ class Training:
         check_own(layer, self._layers)
         held = self._forward.held
         held.pop(layer, None)
-        if len(layer._forward_hooks) > 1:
-            # What others put before since (`prepend=True`) may change the output, and so comes after.
-            layer._forward_hooks.move_to_end(self._hooked[layer], last=False)  # type: ignore[attr-defined]
+        if self._forward.outermost is None:
+            self._put_first((layer,))
         if self._busy != get_ident() and self._is_due(layer):
             self._refresh()
         if self._merged is None or not torch.is_grad_enabled() or self._layers[layer].cut or not args:
