@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -112,6 +112,27 @@ def _pieces(layout: Layout, owner: nn.Module, attribute: str) -> Iterator[Tensor
     shard = layout.of(attribute, owner, attribute)
     if shard is not None:
         yield from (piece.tensor for piece in shard.pieces)
+
+
+def check_own(module: nn.Module, known: Container[nn.Module]) -> None:
+    """Raise `InvalidInput` if a module is called that has the hooks of a training, and is a copy of the one trained."""
+    if module not in known:
+        raise InvalidInput(
+            f"this {type(module).__name__} is a shallow copy of one that is trained on merged weights, as "
+            "nn.DataParallel makes for each GPU (transformers' Trainer, where one process sees several): start a "
+            "process for each GPU (torchrun, DistributedDataParallel), or let it see one (CUDA_VISIBLE_DEVICES=0). "
+            "Copies by copy.deepcopy after training.pause() may be called"
+        )
+
+
+def check_untransformed() -> None:
+    """Raise `InvalidInput` inside of a transform of torch.func, whose tensors hold no values that could be merged."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise InvalidInput(
+            "a model that is trained on merged weights is called inside of torch.func.grad, vmap or another transform, "
+            "which cannot see the merge: use backward() and loops, or close() the training before. (functional_call "
+            "by itself works)"
+        )
 
 
 def tops(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -44,7 +45,11 @@ class MergedFrom(NamedTuple):
     @property
     def stepped(self) -> bool:
         """Whether an optimizer that holds the adapters has stepped since."""
-        return self.steps != steps() and stepped(self.steps, self.adapters)
+        return self.have_stepped(self.adapters)
+
+    def have_stepped(self, adapters: Sequence[Tensor]) -> bool:
+        """Return True if an optimizer that holds some of these has stepped since."""
+        return self.steps != steps() and stepped(self.steps, adapters)
 
     @property
     def written(self) -> bool:

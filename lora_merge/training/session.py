@@ -8,7 +8,7 @@ from itertools import repeat
 from operator import attrgetter
 from threading import RLock, get_ident
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from ..shards import here
 from ..shards.layout import Layout
 from ..shards.ranks import Ranks
 from . import gathered
-from .check import acting_layers, check_trainable, tops
+from .check import acting_layers, check_own, check_trainable, check_untransformed, tops
 from .dora import with_rows, zero_rows
 from .experts import Holders
 from .forwards import Forward, others_compute
@@ -41,6 +41,8 @@ from .straight import this_backward
 _VERSION = attrgetter("_version")
 _STATES = 64
 """States of the adapters whose draws are remembered: those that act in turns between two steps."""
+_MERGED_STATES = 4
+"""States among them whose backward passes may go on when they are merged again: of a policy and its references."""
 
 
 class Training:
@@ -61,11 +63,11 @@ class Training:
         self._model = model
         self._draws, self._drawn = 0, dict[int, int]()
         self._merged: MergedFrom | None = None
-        self._last: MergedFrom | None = None
+        self._states: list[MergedFrom] = []  # that were merged since adapters were written last, the newest at the end
         self._block = MergedBlock(model, rounding=rounding)
         self._hooks: list[Any] = []
         self._guards: list[tuple[Sequence[nn.Module], Iterable[str]]] = []
-        self._hooked = WeakSet[nn.Module]()
+        self._hooked = WeakKeyDictionary[nn.Module, int]()  # and the number of its hook on the output
         self._holders = Holders(self._standing)
         self._forward, self._computing = Forward(), set[int]()
         self._raised = self._sharded = self._closed = False
@@ -189,9 +191,9 @@ class Training:
         """Return the seed to draw with: one for each state of the adapters, also where others act in between."""
         if self.rounding == "nearest" or not any(found.adapters for found in layers.values()):
             return None
-        state, last = hash(state_of(layers)), self._merged or self._last
+        state, last = hash(state_of(layers)), self._states[-1:]
         seed = self._drawn.pop(state, None)
-        if ranks.any(seed is None or (last is not None and last.stepped)):
+        if ranks.any(seed is None or any(one.stepped for one in last)):
             self._draws += 1
             seed = self._draws
         assert seed is not None
@@ -246,14 +248,15 @@ class Training:
                 before = None
             facts = facts_of(live(self._model)) if before is None or not values else before.facts
             now = now._replace(facts=facts, inside=tuple(map(_VERSION, now.weights)))
-            for known in (before, self._last):
-                if not ranks.any(known is None or not known.same_bits(now)):
-                    assert known is not None
-                    # A backward pass of a forward from before may go on.
-                    now = now._replace(inside=known.inside, number=known.number)
-                    torch._C._autograd._unsafe_set_version_counter(now.weights, now.inside)
-                    break
+            states = [one for one in self._states if not one.written]
+            known = next((one for one in states if one.same_bits(now)), None)
+            if not ranks.any(known is None):
+                assert known is not None
+                # A backward pass of a forward from before may go on.
+                now = now._replace(inside=known.inside, number=known.number)
+                torch._C._autograd._unsafe_set_version_counter(now.weights, now.inside)
             self._layers, self._merged = layers, now
+            self._states = [*(one for one in states if one is not known), now][-_MERGED_STATES:]
             self._guard(values)
             let_read(layers, self)
         except BaseException:
@@ -266,20 +269,25 @@ class Training:
         self._holders.cover(layers.values())
         for layer in layers:
             if layer not in self._hooked:
-                self._hooked.add(layer)
                 note_training(layer, self)
                 before = layer.register_forward_pre_hook(self._before_layer, prepend=True, with_kwargs=True)
                 # Before what FSDP and ZeRO-3 do after a forward: they let go of the adapters' parameters.
                 after = layer.register_forward_hook(self._after_layer, prepend=True, with_kwargs=True)
+                self._hooked[layer] = after.id
                 self._hooks += [before, after]
             if layers[layer].cut and (base := layers[layer].base) not in self._hooked:
-                self._hooked.add(base)
                 at_base = partial(self._after_base, layer)
                 self._hooks.append(base.register_forward_hook(at_base, prepend=True, with_kwargs=True))
+                self._hooked[base] = self._hooks[-1].id
+
+    def _put_first(self, layers: Iterable[nn.Module]) -> None:
+        """Have outputs come here first: what others put before since (`prepend=True`) may change them."""
+        for layer in layers:
+            if len(layer._forward_hooks) > 1:
+                layer._forward_hooks.move_to_end(self._hooked[layer], last=False)  # type: ignore[attr-defined]
 
     def _leave(self) -> None:
         if self._merged is not None:
-            self._last = self._merged
             self.before_write()
         try:
             self._block.leave()
@@ -336,13 +344,18 @@ class Training:
     def _enter_model(self, module: nn.Module, args: Any) -> None:
         # A module that is entered stands in no forward of those inside it: such a one was interrupted (Ctrl-C).
         here = self._forward
-        if self._closed or here.outermost in self._tops[: self._tops.index(module)]:
+        if self._closed:
+            return
+        check_own(module, self._tops)
+        if here.outermost in self._tops[: self._tops.index(module)]:
             return
         raised, here.outermost = self._raised or here.outermost is not None, module
         if not self._elsewhere():
+            check_untransformed()
             if raised:
                 Layout(self._model).give_up_forward()
             self._refresh()
+        self._put_first(self._layers)
         self._computing.add(get_ident())
 
     @untraced
@@ -363,8 +376,11 @@ class Training:
         Then begin the way back to the adapters where it can begin at the layer's input."""
         if torch.compiler.is_compiling() or self._closed:
             return None
+        check_own(layer, self._layers)
         held = self._forward.held
         held.pop(layer, None)
+        if self._forward.outermost is None:
+            self._put_first((layer,))
         if self._busy != get_ident() and self._is_due(layer):
             self._refresh()
         if self._merged is None or not torch.is_grad_enabled() or self._layers[layer].cut or not args:
@@ -394,28 +410,40 @@ class Training:
         if self._merged is None or not torch.is_grad_enabled() or self._layers[layer].cut:
             return None
         held = () if torch.compiler.is_compiling() else self._forward.held.pop(layer, ())
-        return self._layers[layer].attach(output, args[0] if args else next(iter(kwargs.values())), self._ready(), held)
+        x, acts = args[0] if args else next(iter(kwargs.values())), self._layers[layer]
+        return acts.attach(output, x, self._ready(acts), held)
 
     def _after_base(self, layer: nn.Module, base: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
         """Give the adapters of a layer whose base tensor parallelism has cut their gradients."""
         if self._merged is None or not torch.is_grad_enabled() or not self._layers[layer].cut:
             return None
-        x = args[0] if args else next(iter(kwargs.values()))
-        return self._layers[layer].attach_to_base(output, x, self._ready())
+        x, acts = args[0] if args else next(iter(kwargs.values())), self._layers[layer]
+        return acts.attach_to_base(output, x, self._ready(acts))
 
     def _standing(self) -> Callable[[], None] | None:
         """Return `_ready` of a forward that begins now; None where it has no merged weights or no gradients."""
         return self._ready() if self._merged is not None and torch.is_grad_enabled() else None
 
-    def _ready(self) -> Callable[[], None]:
-        """Return what a backward pass asks before it reads weights: that they hold what the forward computed with."""
+    def _ready(self, acts: Acting | None = None) -> Callable[[], None]:
+        """Return what a backward pass asks before it reads weights: that they hold what the forward computed with.
+
+        Args:
+            acts: in the layer that it comes to: optimizers that step inside of the pass may have stepped others by
+                then. None: it comes to all.
+        """
         forward = self._merged
 
         def ready() -> None:
             assert forward is not None
-            if (self._merged is None or self._merged.number != forward.number) and not self._closed:
+            if self._closed:
+                raise InvalidInput(
+                    "a backward pass of a forward that computed with merged weights, which training.close() has taken "
+                    "back meanwhile: call backward() before close()"
+                )
+            if self._merged is None or self._merged.number != forward.number:
                 self._refresh()
-            if self._merged is None or self._merged.number != forward.number or forward.stepped:
+            stepped = forward.have_stepped(forward.adapters if acts is None else acts.parameters)
+            if self._merged is None or self._merged.number != forward.number or stepped:
                 raise InvalidInput(
                     "a backward pass of a forward that computed with other adapters than the model has now: with "
                     "train_merged call backward() before the optimizer steps and before set_adapter"

@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import models
@@ -16,7 +17,8 @@ from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from lora_merge import AlreadyMerged, merged, train_merged
+from lora_merge import AlreadyMerged, InvalidInput, merged, train_merged
+from tests.training.test_formulas import gradients
 from tests.training.test_train import LINEARS, adapted, assert_base, bits, loss_of, shake, two_adapters
 
 
@@ -85,6 +87,42 @@ def test_a_model_whose_training_is_not_closed_is_freed() -> None:
     del model, training
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("others", [["reference"], ["reference", "teacher"], ["reference", None], [None, "reference"]])
+def test_reference_adapters_between_a_forward_and_its_backward(others: list[str | None]) -> None:
+    """As TRL's DPO and KTO have them, for a policy that starts from an adapter; None: the base is one of them."""
+    model = adapted(models.qwen2, target_modules=LINEARS)
+    for name in ("reference", "teacher"):
+        model.add_adapter(name, LoraConfig(r=4, lora_alpha=6, target_modules=LINEARS))
+    shake(model)
+    with train_merged(model) as training:
+        loss_of(model).backward()
+        wanted = gradients(model)
+        model.zero_grad()
+        for _ in range(3):
+            loss = loss_of(model)
+            for other in others:
+                with torch.no_grad(), model.disable_adapter() if other is None else nullcontext():
+                    model.set_adapter(other or "default")
+                    loss_of(model)
+            model.set_adapter("default")
+            loss.backward()
+            for name, gradient in gradients(model).items():
+                assert_same_bits(gradient, wanted[name].to(gradient), name)
+            model.zero_grad()
+        loss = loss_of(model)
+        model.set_adapter("reference")
+        with pytest.raises(InvalidInput, match="before set_adapter"):
+            loss.backward()
+        model.set_adapter("default")
+        loss = loss_of(model)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1e-2, fused=True)
+        loss_of(model).backward()
+        optimizer.step()
+        with pytest.raises(InvalidInput, match="before the optimizer steps"):
+            loss.backward()
+        assert training.merges > 3
 
 
 def test_adapters_are_deleted_at_any_time() -> None:

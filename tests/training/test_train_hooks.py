@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from lora_merge import train_merged
+from lora_merge import InvalidInput, train_merged
 from tests.training.test_formulas import assert_close, gradients
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
@@ -105,3 +107,79 @@ def test_a_backward_pass_is_not_differentiated() -> None:
         (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             gradient.square().sum().backward()
+
+
+CALLED: dict[str, Callable[[Any], Tensor]] = {
+    "the model": lambda model: model(X),
+    "the model compiled": lambda model: torch.compile(model, backend="eager")(X),
+    "the layer": lambda model: layer_of(model, "middle")(X[:, :1].expand(4, 8)),
+}
+
+
+@pytest.mark.parametrize("what", CALLED)
+def test_a_hook_before_that_of_the_training(what: str) -> None:
+    """It changes an output, and was put first (`prepend`) after training on merged weights had begun."""
+
+    def run(model: Any) -> None:
+        layer = layer_of(model, "middle")
+        layer.register_forward_hook(lambda module, args, output: 3 * output, prepend=True)
+        torch._dynamo.reset()
+        CALLED[what](model).square().sum().backward()
+
+    assert_as_peft(run)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_optimizers_that_step_inside_of_a_backward_pass(fused: bool) -> None:
+    """One for each parameter, which steps as soon as its gradient is there."""
+
+    def run(model: Any) -> None:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizers = {p: torch.optim.SGD([p], 1e-3, fused=fused) for p in trained}
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+        for _ in range(3):
+            model(X).square().sum().backward()
+
+    assert_as_peft(run)
+    assert_as_peft(run, checkpointed=True)
+
+
+def test_what_data_parallel_makes_of_a_model() -> None:
+    """Its copies for each GPU share the hooks, and hold what was merged before their forward."""
+    model = adapted()
+    with train_merged(model):
+        for part in (model, layer_of(model, "middle")):
+            copied: Any = part._replicate_for_data_parallel()
+            with pytest.raises(InvalidInput, match=r"is a shallow copy of one .* as nn.DataParallel makes"):
+                copied(X)
+        model(X).sum().backward()
+
+
+def test_a_backward_pass_after_the_end() -> None:
+    model = adapted()
+    with train_merged(model):
+        loss = model(X).sum()
+    with pytest.raises(InvalidInput, match=r"call backward\(\) before close\(\)"):
+        loss.backward()
+
+
+def test_torch_func() -> None:
+    """`functional_call` gives gradients to what it is given; transforms are refused, and change nothing."""
+    model, plain = adapted(), adapted()
+    trained = {name: (2 * p.detach()).requires_grad_() for name, p in model.named_parameters() if p.requires_grad}
+
+    def loss_of(model: Any, parameters: Any) -> Tensor:
+        loss: Tensor = functional_call(model, parameters, X).square().sum()
+        return loss
+
+    with train_merged(model):
+        model(X)
+        got = torch.autograd.grad(loss_of(model, trained), list(trained.values()))
+        for transform in (torch.func.grad, torch.func.jacrev):
+            with pytest.raises(InvalidInput, match=r"inside of torch\.func\.grad, vmap or another transform"):
+                transform(partial(loss_of, model))({name: p.detach() for name, p in trained.items()})
+        wanted = torch.autograd.grad(loss_of(plain, trained), list(trained.values()))
+        for one, other in zip(got, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model(X), plain(X))
