@@ -19,7 +19,7 @@ from .checkpoint import CONFIG, Checkpoint
 
 _TEXT = ("text_config", "thinker_config", "llm_config", "language_config", "decoder")
 """Parts of a configuration that adapters are trained on by themselves."""
-_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB = re.compile(r"\w[\w.-]*/[\w.-]*\w")
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 _VARIANT = re.compile(r"([-_.](unsloth|bnb|[48]bit|int[48]|awq|gptq|fp8|nf4|dynamic|hf|bf16))+$")
 """How names end of the same model in another format."""
@@ -99,7 +99,10 @@ def _config(trained_on: str) -> dict[str, Any]:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
         return {}
-    found = try_to_load_from_cache(trained_on, CONFIG)
+    try:
+        found = try_to_load_from_cache(trained_on, CONFIG)
+    except ValueError:  # no name of a repository: a folder of the machine that it was trained on
+        return {}
     return _config_in(Path(found)) if isinstance(found, str) else {}
 
 

@@ -73,7 +73,7 @@ def test_another_family(home: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_no_false_alarm(home: Path, tmp_path: Path) -> None:
-    """Another folder, another machine, the hub's cache, another format of the same weights."""
+    """Another folder, another machine, a path of there, the hub's cache, another format of the same weights."""
     cached = tmp_path / "models--Qwen--Qwen2-0.5B" / "snapshots" / "abc"
     shutil.copytree(home / "qwen", cached)
     local = tmp_path / "qwen2-0.5b"
@@ -89,6 +89,10 @@ def test_no_false_alarm(home: Path, tmp_path: Path) -> None:
                 (local, "Qwen/Qwen2-0.5B", False),
                 (home / "qwen", "Qwen/Qwen2-0.5B", True),
                 (local, "/somewhere/else", True),
+                (local, "../else", True),
+                (local, "./else", True),
+                (cached, "./else", True),
+                (local, "runs--1/step..7", True),
             ]
         ):
             adapter = telling(home, tmp_path / f"a{number}", base_model_name_or_path=said)
