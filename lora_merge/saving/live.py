@@ -29,6 +29,7 @@ from .format import as_bytes
 from .merge import Saved
 from .notes import draft_notes, square_notes
 from .rest import Rest, rest_of
+from .tokenizer import with_saved
 from .writer import SHARD_SIZE, Writer, shards_of, size_of
 
 _BUCKET = 64 << 20
@@ -276,7 +277,8 @@ def _beside(
         if tokenizer is not None:
             to = Path(made) / "tokenizer"
             tokenizer.save_pretrained(str(to))
-            found |= {file.relative_to(to): file for file in sorted(to.rglob("*")) if file.is_file()}
+            saved = {file.relative_to(to): file for file in sorted(to.rglob("*")) if file.is_file()}
+            found = with_saved(found, saved)
         yield found
 
 
