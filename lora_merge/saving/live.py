@@ -26,11 +26,11 @@ from ..stream.weights import MergedWeights
 from .adapters import shapes_of, untied_config
 from .checkpoint import CONFIG, Checkpoint, find, holds_weights, open_checkpoint
 from .format import as_bytes
-from .merge import Saved
+from .merge import Saved, check_apart
 from .notes import draft_notes, square_notes
 from .rest import Rest, rest_of
 from .tokenizer import with_saved
-from .writer import SHARD_SIZE, Writer, shards_of, size_of
+from .writer import SHARD_SIZE, Writer, absolute, shards_of, size_of
 
 _BUCKET = 64 << 20
 _NO_TOKENIZER = "no tokenizer was saved: pass tokenizer=, or base=, the folder of the base"
@@ -70,7 +70,7 @@ def save_merged(
         base: folder (or repository in the cache) from which tokenizer, chat templates and code are copied, tensors that
             the model's class does not build (MTP heads), and, for a model without a config of transformers'
             (Megatron's), config.json; default: the model's `name_or_path`, if that is a folder.
-        force: replace everything that is in `out`.
+        force: replace everything that is in `out`; never the base's folder, on which saved adapters are put again.
         verify: read the result back from disk and compare checksums.
         write: whether this rank writes; default: rank 0 of the world does. Pass True on another rank if rank 0 does not
             hold the model.
@@ -116,6 +116,7 @@ def save_merged(
             writer: Writer | None = None
             if mine:
                 folder, (_, inside) = _home(model, base), _pretrained(model)
+                check_apart(absolute(out), [] if folder is None else [folder], inside=True)
                 names = {wanted.name for wanted in tensors}
                 rest = rest_of(inside, class_of(model if inside is None else inside), folder, base is not None, names)
                 stack.callback(rest.close)

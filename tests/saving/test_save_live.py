@@ -147,6 +147,12 @@ def test_refused(tmp_path: Path) -> None:
             save_merged(model, **{"out": tmp_path / "out", **options})
     save_merged(model, tmp_path / "full", force=True)
     assert not (tmp_path / "full" / "theirs").exists()
+    base, adapter = checkpoints.pair("qwen2", tmp_path / "run")
+    loaded = checkpoints.load(base, adapter)
+    for out in (base, tmp_path / "run"):
+        with checkpoints.nothing_left(tmp_path), pytest.raises(InvalidInput, match=r"holds or is .*base, which"):
+            save_merged(loaded, out, force=True)
+    save_merged(loaded, base / "merged")
     with merged(model), pytest.raises(Exception, match="inside"):
         save_merged(model, tmp_path / "inside")
 
