@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,8 +54,10 @@ def origin_of(name: str, folder: Path, model: nn.Module, base: Checkpoint) -> Or
     said = _config_in(folder / ADAPTER_CONFIG)
     trained_on = str(said.get("base_model_name_or_path") or "") or _card(folder / "README.md")
     doubts = list(_doubts(name, said, trained_on, model, base))
-    if doubts or not trained_on or _same(trained_on, base.folder):
+    if doubts or not trained_on:
         return Origin(tuple(doubts), ())
+    if _same(trained_on, base.folder):
+        return _of_revision(name, str(said.get("revision") or ""), trained_on, base.folder)
     kind = base.config.get("model_type", "model of no named type")
     note = f"{name} says that it was trained on {trained_on}; merged into {base.folder}, a {kind}"
     on_hub = _HUB.fullmatch(trained_on) and not Path(trained_on).is_dir()
@@ -78,6 +81,22 @@ def _doubts(name: str, said: Mapping[str, Any], trained_on: str, model: nn.Modul
             f"{name} was trained on a {said['auto_mapping'].get('base_model_class')} ({library}), and is merged into "
             f"{base.folder}, a {kind}"
         )
+
+
+def _of_revision(name: str, revision: str, trained_on: str, base: Path) -> Origin:
+    """Compare the revision that an adapter says of its base with that of a folder in the hub's cache."""
+    if revision in ("", "main"):
+        return Origin((), ())
+    begin = f"{name} was trained on revision {revision} of {trained_on}, and is merged into {base}"
+    repository = base.parent.parent
+    if not _CACHED.fullmatch(repository.name):
+        return Origin((), (f"{begin}, which does not say of which revision it is",))
+    with suppress(OSError, ValueError):  # it was never fetched by this name
+        if (repository / "refs" / revision).read_text(encoding="utf-8").strip() == base.name:
+            return Origin((), ())
+    if base.name.startswith(revision):
+        return Origin((), ())
+    return Origin((f"{begin}, by the hub's cache another one: fetch that revision, and pass its folder",), ())
 
 
 def _types(config: Mapping[str, Any]) -> set[str]:

@@ -103,7 +103,8 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
             "the file is cut short, or something else (a Git LFS pointer?); save or fetch the adapter again"
         ) from error
     _check_finite(folder, held)
-    model = _base(str(named), dtype, values, given=base is not None)
+    revision = None if base is not None else config.revision
+    model = _base(str(named), dtype, values, given=base is not None, revision=revision)
     matched = match(folder, model, held, config)
     view, held = matched.view, matched.tensors
     config.init_lora_weights = True  # all values come from the file; MiCA's would be taken off the base's
@@ -309,17 +310,19 @@ def _other_base(begun: str) -> str:
     )
 
 
-def _base(name: str, dtype: torch.dtype, values: bool, given: bool) -> nn.Module:
+def _base(name: str, dtype: torch.dtype, values: bool, given: bool, revision: str | None) -> nn.Module:
     """Return the base model, of the class that wrote its checkpoint."""
     import transformers
 
     cached = not Path(name).exists() and not hub.answers("base", name)
     try:
         # `trust_remote_code=False` does not ask.
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=cached)
+        options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": cached}
+        options["revision"] = revision or "main"
+        config = transformers.AutoConfig.from_pretrained(name, **options)
         cls = class_of(config)
         if values:
-            loaded: nn.Module = cls.from_pretrained(name, dtype=dtype, trust_remote_code=False, local_files_only=cached)
+            loaded: nn.Module = cls.from_pretrained(name, dtype=dtype, **options)
             return loaded.requires_grad_(False)  # PEFT freezes only what it is put on
         with torch.device("meta"):
             model = cls.from_config(config, trust_remote_code=False) if hasattr(cls, "from_config") else cls(config)
