@@ -86,6 +86,7 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
             "adapter again"
         ) from error
     _check_known(folder, said, config)
+    _check_alpha(folder, said)
     _check_patterns(folder, said)
     named = base if base is not None else config.base_model_name_or_path
     if not named:
@@ -247,6 +248,15 @@ def elsewhere(folder: Path) -> str:
     folder down."""
     found = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
     return f"; there is one in {folder / found[0]}" if found else ""
+
+
+def _check_alpha(folder: Path, said: Mapping[str, Any]) -> None:
+    """Refuse an adapter that by its configuration adds nothing: nobody trains one."""
+    if said.get("lora_alpha") == 0 and not said.get("alpha_pattern"):
+        raise InvalidInput(
+            f"{folder / CONFIG} says lora_alpha=0, by which the adapter adds nothing: verl's model_merger writes that "
+            "where it does not find the alpha (lora_train_meta.json); set it to the one of the training"
+        )
 
 
 def _check_patterns(folder: Path, said: Mapping[str, Any]) -> None:
