@@ -24,7 +24,8 @@ from ..shards.ranks import noted
 from ..stream.buckets import Meta, dtype_name
 from ..stream.weights import MergedWeights
 from .adapters import shapes_of, untied_config
-from .checkpoint import CONFIG, Checkpoint, find, holds_weights, open_checkpoint
+from .checkpoint import CONFIG, Checkpoint, find, holds_weights, json_of, open_checkpoint
+from .decoded import QUANTIZED
 from .format import as_bytes
 from .merge import Saved, check_apart
 from .notes import draft_notes, square_notes
@@ -265,11 +266,15 @@ def _beside(
         if folder is not None:
             beside = rest.base or Checkpoint(folder, {}, {}, {}, None, {})
             found |= {path: folder / path for path in beside.along()}
-            if (folder / CONFIG).is_file():
-                found[Path(CONFIG)] = folder / CONFIG
+        said = None
         if inside is not None:
-            (Path(made) / CONFIG).write_text(json.dumps(_config(inside, apart, tensors)), encoding="utf-8")
+            said = _config(inside, apart)
+        elif folder is not None and (folder / CONFIG).is_file():
+            said = json_of(folder / CONFIG)
+        if said is not None:
+            (Path(made) / CONFIG).write_text(json.dumps(_of_plain(said, tensors)), encoding="utf-8")
             found[Path(CONFIG)] = Path(made) / CONFIG
+        if inside is not None:
             generation = getattr(inside, "generation_config", None)
             if generation is not None and getattr(inside, "can_generate", lambda: False)():
                 file = Path(made) / "generation_config.json"
@@ -283,14 +288,19 @@ def _beside(
         yield found
 
 
-def _config(inside: Any, apart: Mapping[str, str], tensors: list[Meta]) -> dict[str, Any]:
-    """Return config.json of a model of transformers', as it is saved."""
+def _config(inside: Any, apart: Mapping[str, str]) -> dict[str, Any]:
+    """Return what config.json says of a model of transformers', as it is saved."""
     cls, config = class_of(inside), inside.config
     if apart:
         config = untied_config(cls, config, apart, "an adapter")
     said: dict[str, Any] = json.loads(config.to_json_string())
     said["architectures"] = [cls.__name__]
-    said.pop("quantization_config", None)  # what is streamed of a quantised base are plain weights
+    return said
+
+
+def _of_plain(said: dict[str, Any], tensors: list[Meta]) -> dict[str, Any]:
+    """Return a config of plain tensors, which are streamed of a quantised base, too: it names their dtype."""
+    said = _unquantised(said)
     floats: dict[torch.dtype, int] = {}
     for wanted in tensors:
         if wanted.dtype.is_floating_point:
@@ -300,3 +310,8 @@ def _config(inside: Any, apart: Mapping[str, str], tensors: list[Meta]) -> dict[
         key = "torch_dtype" if "torch_dtype" in said else "dtype"
         said[key] = dtype_name(max(floats, key=lambda d: floats[d]))
     return said
+
+
+def _unquantised(said: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in said.items() if key not in (QUANTIZED, "compression_config")}
+    return {key: _unquantised(value) if isinstance(value, dict) else value for key, value in kept.items()}

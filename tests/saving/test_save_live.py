@@ -93,7 +93,13 @@ def test_what_goes_along(tmp_path: Path) -> None:
     saved = save_merged(model, tmp_path / "c")
     assert saved is not None
     assert "no tokenizer was saved" in saved.notes[0]
+    config = json.loads((base / "config.json").read_text())
+    quantised = {"quantization_config": {"quant_method": "fp8"}, "torch_dtype": "bfloat16"}
+    (base / "config.json").write_text(json.dumps(config | quantised | {"text_config": quantised}))
     save_merged(nn.Linear(3, 2), tmp_path / "d", base=base)
+    said = json.loads((tmp_path / "d" / "config.json").read_text())
+    plain = {"torch_dtype": "bfloat16"}
+    assert said == config | {"text_config": plain, "torch_dtype": "float32"}  # as the tensors are
     assert (tmp_path / "d" / "tokenizer.json").exists()
     assert load_file(tmp_path / "d" / "model.safetensors").keys() == {"weight", "bias"}
 
