@@ -123,13 +123,14 @@ def save_merged(
                 stack.callback(rest.close)
                 tensors += rest.tensors
                 along = stack.enter_context(_beside(model, tokenizer, folder, rest, apart, tensors))
-                config = along.pop(Path(CONFIG), None)
+                file = along.pop(Path(CONFIG), None)
+                config = None if file is None else json_of(file)
                 writer = Writer(
                     out,
                     shards := shards_of(tensors, size),
                     metadata={"format": "pt"},
                     index={} if len(shards) > 1 else None,
-                    config=None if config is None else json.loads(config.read_text(encoding="utf-8")),
+                    config=config,
                     along=along,
                     force=force,
                     check=verify,
@@ -164,6 +165,7 @@ def save_merged(
                         *draft_notes(built, (wanted.name for wanted in rest.tensors)),
                         *square_notes(square),
                         *(() if any("tokeniz" in path.name for path in along) else (_NO_TOKENIZER,)),
+                        *(() if tokenizer is not None else _resized(folder, config)),
                     ),
                 )
     return saved
@@ -202,6 +204,22 @@ def _changed(weights: MergedWeights) -> tuple[int, tuple[str, ...]]:
         parts = writer.source.parts
         changed = sum(any(parts[s].delta is not None for s in entry.sources) for entry in writer.entries.values())
         return changed, writer.source.conversion.square
+
+
+def _resized(folder: Path | None, config: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Say where the base's tokenizer goes with an embedding of another size."""
+    if folder is None or config is None or not (folder / CONFIG).is_file():
+        return ()
+    now, before = (
+        said.get("vocab_size", (said.get("text_config") or {}).get("vocab_size"))
+        for said in (config, json_of(folder / CONFIG))
+    )
+    if now == before:
+        return ()
+    return (
+        f"the model has {now} rows of embeddings, and {folder}, whose tokenizer goes along, {before}: pass tokenizer= "
+        "if it was trained with another one",
+    )
 
 
 def _apart(model: Any, weights: MergedWeights, names: set[str]) -> dict[str, str]:

@@ -135,6 +135,20 @@ def test_nothing_of_the_bases_tokenizer_is_read_beside_the_one_that_is_given(tmp
         assert {name for name in of_processor if (tmp_path / str(number) / name).exists()} == kept
 
 
+def test_the_bases_tokenizer_beside_more_rows(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    base, _ = checkpoints.pair("qwen2", tmp_path)
+    tokenizer().save_pretrained(base)
+    model: Any = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(120)
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    saved: Any = save_merged(model, tmp_path / "out")
+    assert f"120 rows of embeddings, and {base}, whose tokenizer goes along, {models.VOCABULARY}" in saved.notes[0]
+    saved = save_merged(model, tmp_path / "mine", tokenizer=tokenizer())
+    assert not saved.notes
+
+
 def test_refused(tmp_path: Path) -> None:
     model = models.with_lora(models.qwen2)
     (tmp_path / "full").mkdir()
