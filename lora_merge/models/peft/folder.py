@@ -337,13 +337,13 @@ def _base(name: str, dtype: torch.dtype, values: bool, given: bool, revision: st
         with torch.device("meta"):
             model = cls.from_config(config, trust_remote_code=False) if hasattr(cls, "from_config") else cls(config)
     except Exception as error:
-        reason = str(error).strip().splitlines()
+        reason = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
         whose = "base" if given else "the adapter's base_model_name_or_path"
         if cached and isinstance(error, OSError):
             raise InvalidInput(f"{whose}: there is no folder {name!r} here; {hub.absent()}") from error
         raise InvalidInput(
             f"{whose}: {name!r} cannot be read as a model of transformers ({type(error).__name__}: "
-            f"{reason[0] if reason else ''}); pass base=, the base's folder or name. A model "
+            f"{reason}); pass base=, the base's folder or name. A model "
             "with code of its own: load it, put the adapter on with PeftModel.from_pretrained, and use "
             "lora_merge.save_merged"
         ) from error
