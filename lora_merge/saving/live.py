@@ -34,6 +34,8 @@ from .tokenizer import with_saved
 from .writer import SHARD_SIZE, Writer, absolute, shards_of, size_of
 
 _BUCKET = 64 << 20
+_OF_CODES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Files that say how a base is quantised where its config.json does not: engines read the first, too."""
 _NO_TOKENIZER = "no tokenizer was saved: pass tokenizer=, or base=, the folder of the base"
 
 
@@ -283,7 +285,7 @@ def _beside(
         found: dict[Path, Path] = {}
         if folder is not None:
             beside = rest.base or Checkpoint(folder, {}, {}, {}, None, {})
-            found |= {path: folder / path for path in beside.along()}
+            found |= {path: folder / path for path in beside.along() if path.name not in _OF_CODES}
         said = None
         if inside is not None:
             said = _config(inside, apart)

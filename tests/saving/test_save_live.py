@@ -96,7 +96,9 @@ def test_what_goes_along(tmp_path: Path) -> None:
     config = json.loads((base / "config.json").read_text())
     quantised = {"quantization_config": {"quant_method": "fp8"}, "torch_dtype": "bfloat16"}
     (base / "config.json").write_text(json.dumps(config | quantised | {"text_config": quantised}))
+    (base / "hf_quant_config.json").write_text("{}")
     save_merged(nn.Linear(3, 2), tmp_path / "d", base=base)
+    assert not (tmp_path / "d" / "hf_quant_config.json").exists()
     said = json.loads((tmp_path / "d" / "config.json").read_text())
     plain = {"torch_dtype": "bfloat16"}
     assert said == config | {"text_config": plain, "torch_dtype": "float32"}  # as the tensors are
