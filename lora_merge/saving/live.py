@@ -127,6 +127,7 @@ def save_merged(
                 along = stack.enter_context(_beside(model, tokenizer, folder, rest, apart, tensors))
                 file = along.pop(Path(CONFIG), None)
                 config = None if file is None else json_of(file)
+                resized = () if tokenizer is not None else _resized(folder, config)
                 writer = Writer(
                     out,
                     shards := shards_of(tensors, size),
@@ -167,7 +168,7 @@ def save_merged(
                         *draft_notes(built, (wanted.name for wanted in rest.tensors)),
                         *square_notes(square),
                         *(() if any("tokeniz" in path.name for path in along) else (_NO_TOKENIZER,)),
-                        *(() if tokenizer is not None else _resized(folder, config)),
+                        *resized,
                     ),
                 )
     return saved
@@ -216,7 +217,7 @@ def _resized(folder: Path | None, config: Mapping[str, Any] | None) -> tuple[str
         said.get("vocab_size", (said.get("text_config") or {}).get("vocab_size"))
         for said in (config, json_of(folder / CONFIG))
     )
-    if now == before:
+    if None in (now, before) or now == before:  # configs leave out what is usual
         return ()
     return (
         f"the model has {now} rows of embeddings, and {folder}, whose tokenizer goes along, {before}: pass tokenizer= "
