@@ -47,7 +47,7 @@ class Store:
         folder: where it is in this machine's file system; None for object stores.
 
     Raises:
-        InvalidInput: no such kind of URL.
+        InvalidInput: no such kind of URL, or a file lies there.
         MissingExtra: fsspec, or what it needs for this URL, is not installed.
     """
 
@@ -65,6 +65,11 @@ class Store:
                 raise ModuleNotFoundError(str(error), name="") from error
         self.folder = Path(root) if isinstance(self.fs, LocalFileSystem) else None
         self.root = root.rstrip("/")
+        if not self.url:
+            raise InvalidInput("the URL of the store is empty: expected a folder or a URL of fsspec's")
+        above = () if self.folder is None else (self.folder, *self.folder.parents)
+        if file := next(filter(os.path.isfile, above), None):
+            raise InvalidInput(f"{self.url} is no store: {file} is a file, expected a folder")
         self._scratch: Scratch | None = None
         self.run = _NAME.sub("-", self.root.rpartition("/")[2]) or "store"
 

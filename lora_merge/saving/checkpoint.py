@@ -231,12 +231,12 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     config = json_of(folder / CONFIG, "as every model of transformers has")
     for single, named, pickles in ((SINGLE, INDEX, False), (_PICKLED, _PICKLED_INDEX, True)):
         if (folder / single).is_file():
-            found = _files(folder, [single], None, pickles=pickles)
-            return Checkpoint(folder=folder, config=config, **found)
+            found = Checkpoint(folder=folder, config=config, **_files(folder, [single], None, pickles=pickles))
+            if (folder / named).is_file():
+                _check_shards_beside(found, named, pickles)
+            return found
         if (folder / named).is_file():
-            index = json_of(folder / named)
-            found = _files(folder, _named(folder / named, index), index, pickles=pickles)
-            return Checkpoint(folder=folder, config=config, **found)
+            return Checkpoint(folder=folder, config=config, **_sharded(folder, named, pickles))
     raise InvalidInput(
         f"{folder} holds no weights: expected {SINGLE}, {INDEX} with its shards, or {_PICKLED} there"
         f"{_told_adapter(folder)}"
@@ -357,6 +357,27 @@ def _files(folder: Path, names: list[str], index: Mapping[str, Any] | None, *, p
     files = {file: tuple(its) for file, its in inside.items()}
     known = {"tensors": tensors, "files": files, "metadata": metadata or {"format": "pt"}}
     return {**known, "index": said, "_pickled": pickled}
+
+
+def _sharded(folder: Path, named: str, pickles: bool) -> dict[str, Any]:
+    index = json_of(folder / named)
+    return _files(folder, _named(folder / named, index), index, pickles=pickles)
+
+
+def _check_shards_beside(base: Checkpoint, named: str, pickles: bool) -> None:
+    """Raise `InvalidInput` if shards beside a base's one file are of another model: transformers reads the file, vLLM
+    the shards."""
+    try:
+        other = _sharded(base.folder, named, pickles)
+    except InvalidInput:  # what is left of some
+        return
+    for name, stored in other["tensors"].items():
+        mine = base.tensors.get(name)
+        if mine and not same_bits(_mapped(mine, base._pickled), _mapped(stored, other["_pickled"])):
+            raise InvalidInput(
+                f"{base.folder}: {name} is in {mine.file.name} and, with other bits, in {stored.file.name}, which "
+                f"{named} names: two models were saved there; move the files out of the folder that are not meant"
+            )
 
 
 def _mapped(stored: Stored, pickled: Mapping[str, Tensor]) -> Tensor:

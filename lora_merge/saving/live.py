@@ -24,14 +24,18 @@ from ..shards.ranks import noted
 from ..stream.buckets import Meta, dtype_name
 from ..stream.weights import MergedWeights
 from .adapters import shapes_of, untied_config
-from .checkpoint import CONFIG, Checkpoint, find, holds_weights, open_checkpoint
+from .checkpoint import CONFIG, Checkpoint, find, holds_weights, json_of, open_checkpoint
+from .decoded import QUANTIZED
 from .format import as_bytes
-from .merge import Saved
+from .merge import Saved, check_apart
 from .notes import draft_notes, square_notes
 from .rest import Rest, rest_of
-from .writer import SHARD_SIZE, Writer, shards_of, size_of
+from .tokenizer import with_saved
+from .writer import SHARD_SIZE, Writer, absolute, shards_of, size_of
 
 _BUCKET = 64 << 20
+_OF_CODES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Files that say how a base is quantised where its config.json does not: engines read the first, too."""
 _NO_TOKENIZER = "no tokenizer was saved: pass tokenizer=, or base=, the folder of the base"
 
 
@@ -69,7 +73,7 @@ def save_merged(
         base: folder (or repository in the cache) from which tokenizer, chat templates and code are copied, tensors that
             the model's class does not build (MTP heads), and, for a model without a config of transformers'
             (Megatron's), config.json; default: the model's `name_or_path`, if that is a folder.
-        force: replace everything that is in `out`.
+        force: replace everything that is in `out`; never the base's folder, on which saved adapters are put again.
         verify: read the result back from disk and compare checksums.
         write: whether this rank writes; default: rank 0 of the world does. Pass True on another rank if rank 0 does not
             hold the model.
@@ -115,18 +119,21 @@ def save_merged(
             writer: Writer | None = None
             if mine:
                 folder, (_, inside) = _home(model, base), _pretrained(model)
+                check_apart(absolute(out), [] if folder is None else [folder], inside=True)
                 names = {wanted.name for wanted in tensors}
                 rest = rest_of(inside, class_of(model if inside is None else inside), folder, base is not None, names)
                 stack.callback(rest.close)
                 tensors += rest.tensors
                 along = stack.enter_context(_beside(model, tokenizer, folder, rest, apart, tensors))
-                config = along.pop(Path(CONFIG), None)
+                file = along.pop(Path(CONFIG), None)
+                config = None if file is None else json_of(file)
+                resized = () if tokenizer is not None else _resized(folder, config)
                 writer = Writer(
                     out,
                     shards := shards_of(tensors, size),
                     metadata={"format": "pt"},
                     index={} if len(shards) > 1 else None,
-                    config=None if config is None else json.loads(config.read_text(encoding="utf-8")),
+                    config=config,
                     along=along,
                     force=force,
                     check=verify,
@@ -161,6 +168,7 @@ def save_merged(
                         *draft_notes(built, (wanted.name for wanted in rest.tensors)),
                         *square_notes(square),
                         *(() if any("tokeniz" in path.name for path in along) else (_NO_TOKENIZER,)),
+                        *resized,
                     ),
                 )
     return saved
@@ -199,6 +207,22 @@ def _changed(weights: MergedWeights) -> tuple[int, tuple[str, ...]]:
         parts = writer.source.parts
         changed = sum(any(parts[s].delta is not None for s in entry.sources) for entry in writer.entries.values())
         return changed, writer.source.conversion.square
+
+
+def _resized(folder: Path | None, config: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Say where the base's tokenizer goes with an embedding of another size."""
+    if folder is None or config is None or not (folder / CONFIG).is_file():
+        return ()
+    now, before = (
+        said.get("vocab_size", (said.get("text_config") or {}).get("vocab_size"))
+        for said in (config, json_of(folder / CONFIG))
+    )
+    if None in (now, before) or now == before:  # configs leave out what is usual
+        return ()
+    return (
+        f"the model has {now} rows of embeddings, and {folder}, whose tokenizer goes along, {before}: pass tokenizer= "
+        "if it was trained with another one",
+    )
 
 
 def _apart(model: Any, weights: MergedWeights, names: set[str]) -> dict[str, str]:
@@ -262,12 +286,16 @@ def _beside(
         found: dict[Path, Path] = {}
         if folder is not None:
             beside = rest.base or Checkpoint(folder, {}, {}, {}, None, {})
-            found |= {path: folder / path for path in beside.along()}
-            if (folder / CONFIG).is_file():
-                found[Path(CONFIG)] = folder / CONFIG
+            found |= {path: folder / path for path in beside.along() if path.name not in _OF_CODES}
+        said = None
         if inside is not None:
-            (Path(made) / CONFIG).write_text(json.dumps(_config(inside, apart, tensors)), encoding="utf-8")
+            said = _config(inside, apart)
+        elif folder is not None and (folder / CONFIG).is_file():
+            said = json_of(folder / CONFIG)
+        if said is not None:
+            (Path(made) / CONFIG).write_text(json.dumps(_of_plain(said, tensors)), encoding="utf-8")
             found[Path(CONFIG)] = Path(made) / CONFIG
+        if inside is not None:
             generation = getattr(inside, "generation_config", None)
             if generation is not None and getattr(inside, "can_generate", lambda: False)():
                 file = Path(made) / "generation_config.json"
@@ -276,18 +304,24 @@ def _beside(
         if tokenizer is not None:
             to = Path(made) / "tokenizer"
             tokenizer.save_pretrained(str(to))
-            found |= {file.relative_to(to): file for file in sorted(to.rglob("*")) if file.is_file()}
+            saved = {file.relative_to(to): file for file in sorted(to.rglob("*")) if file.is_file()}
+            found = with_saved(found, saved)
         yield found
 
 
-def _config(inside: Any, apart: Mapping[str, str], tensors: list[Meta]) -> dict[str, Any]:
-    """Return config.json of a model of transformers', as it is saved."""
+def _config(inside: Any, apart: Mapping[str, str]) -> dict[str, Any]:
+    """Return what config.json says of a model of transformers', as it is saved."""
     cls, config = class_of(inside), inside.config
     if apart:
         config = untied_config(cls, config, apart, "an adapter")
     said: dict[str, Any] = json.loads(config.to_json_string())
     said["architectures"] = [cls.__name__]
-    said.pop("quantization_config", None)  # what is streamed of a quantised base are plain weights
+    return said
+
+
+def _of_plain(said: dict[str, Any], tensors: list[Meta]) -> dict[str, Any]:
+    """Return a config of plain tensors, which are streamed of a quantised base, too: it names their dtype."""
+    said = _unquantised(said)
     floats: dict[torch.dtype, int] = {}
     for wanted in tensors:
         if wanted.dtype.is_floating_point:
@@ -297,3 +331,8 @@ def _config(inside: Any, apart: Mapping[str, str], tensors: list[Meta]) -> dict[
         key = "torch_dtype" if "torch_dtype" in said else "dtype"
         said[key] = dtype_name(max(floats, key=lambda d: floats[d]))
     return said
+
+
+def _unquantised(said: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in said.items() if key not in (QUANTIZED, "compression_config")}
+    return {key: _unquantised(value) if isinstance(value, dict) else value for key, value in kept.items()}

@@ -147,7 +147,7 @@ def merge_checkpoint(
     home = find(base, "base")
     for one in outs:
         check_target(one, force)
-        _check_apart(one, [home, *folders])
+        check_apart(one, [home, *folders])
     checkpoint = open_base(home)
     if dtype is not None and checkpoint.packed:
         checkpoint.close()
@@ -198,11 +198,18 @@ def _scales(scales: Mapping[str, float], names: Sequence[str]) -> dict[str, floa
     return {name: float(scales.get(name, 1.0)) for name in names}
 
 
-def _check_apart(out: Path, sources: Sequence[Path]) -> None:
-    """Raise `InvalidInput` if the output would replace a folder that it is made from, or what links in it lead to."""
+def check_apart(out: Path, sources: Sequence[Path], *, inside: bool = False) -> None:
+    """Raise `InvalidInput` if the output would replace a folder that it is made from, or what links in it lead to.
+
+    Args:
+        inside: it may lie in one.
+    """
     for source in map(Path.resolve, sources):
-        if out.resolve() == source or out.resolve() in source.parents or source in out.resolve().parents:
-            raise InvalidInput(f"out: {out} holds, is or lies in {source}, which is read: name another folder")
+        if out.resolve() in (source, *source.parents) or (source in out.resolve().parents and not inside):
+            raise InvalidInput(
+                f"out: {out} {'holds or is' if inside else 'holds, is or lies in'} {source}, which is read: name "
+                "another folder"
+            )
         with readable(source):
             links = {path: Path(os.path.realpath(path)) for path in source.iterdir()}  # a link to itself stays
         for path, leads in links.items():

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from ..errors import InvalidInput
 from ..models.conversion import loading_names
+from ..models.peft.files import CONFIG
 from ..models.peft.folder import notes_of
 from .adapters import Adapter
 from .base import packed_notes
@@ -82,6 +83,11 @@ def notes_for(base: Checkpoint, adapters: Sequence[Adapter], along: Sequence[str
     entries = adapters[0].entries
     renamed = loading_names(adapters[0].model.get_base_model())  # type: ignore[operator]
     found = [*base.notes, *packed_notes(base), *along, *square_notes(adapters[0].square)]
+    if (base.folder / CONFIG).is_file():
+        found.append(
+            f"{base.folder} holds an adapter, too ({CONFIG}), which transformers puts on what it loads from there: it "
+            "is not in the result"
+        )
     found += draft_notes(entries, (name for name in base.tensors if name not in entries and name == renamed(name)))
     for adapter in adapters:
         origin = origin_of(adapter.name, adapter.folder, adapter.model, base)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from .checkpoint import CONFIG, Checkpoint
 
 _TEXT = ("text_config", "thinker_config", "llm_config", "language_config", "decoder")
 """Parts of a configuration that adapters are trained on by themselves."""
-_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB = re.compile(r"\w[\w.-]*/[\w.-]*\w")
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 _VARIANT = re.compile(r"([-_.](unsloth|bnb|[48]bit|int[48]|awq|gptq|fp8|nf4|dynamic|hf|bf16))+$")
 """How names end of the same model in another format."""
@@ -53,8 +54,10 @@ def origin_of(name: str, folder: Path, model: nn.Module, base: Checkpoint) -> Or
     said = _config_in(folder / ADAPTER_CONFIG)
     trained_on = str(said.get("base_model_name_or_path") or "") or _card(folder / "README.md")
     doubts = list(_doubts(name, said, trained_on, model, base))
-    if doubts or not trained_on or _same(trained_on, base.folder):
+    if doubts or not trained_on:
         return Origin(tuple(doubts), ())
+    if _same(trained_on, base.folder):
+        return _of_revision(name, str(said.get("revision") or ""), trained_on, base.folder)
     kind = base.config.get("model_type", "model of no named type")
     note = f"{name} says that it was trained on {trained_on}; merged into {base.folder}, a {kind}"
     on_hub = _HUB.fullmatch(trained_on) and not Path(trained_on).is_dir()
@@ -80,6 +83,22 @@ def _doubts(name: str, said: Mapping[str, Any], trained_on: str, model: nn.Modul
         )
 
 
+def _of_revision(name: str, revision: str, trained_on: str, base: Path) -> Origin:
+    """Compare the revision that an adapter says of its base with that of a folder in the hub's cache."""
+    if revision in ("", "main"):
+        return Origin((), ())
+    begin = f"{name} was trained on revision {revision} of {trained_on}, and is merged into {base}"
+    repository = base.parent.parent
+    if not _CACHED.fullmatch(repository.name):
+        return Origin((), (f"{begin}, which does not say of which revision it is",))
+    with suppress(OSError, ValueError):  # it was never fetched by this name
+        if (repository / "refs" / revision).read_text(encoding="utf-8").strip() == base.name:
+            return Origin((), ())
+    if base.name.startswith(revision):
+        return Origin((), ())
+    return Origin((f"{begin}, by the hub's cache another one: fetch that revision, and pass its folder",), ())
+
+
 def _types(config: Mapping[str, Any]) -> set[str]:
     """Return what a configuration calls its model, and the part that reads text."""
     parts = [config, *(part for key in _TEXT if isinstance(part := config.get(key), dict))]
@@ -99,7 +118,10 @@ def _config(trained_on: str) -> dict[str, Any]:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
         return {}
-    found = try_to_load_from_cache(trained_on, CONFIG)
+    try:
+        found = try_to_load_from_cache(trained_on, CONFIG)
+    except ValueError:  # no name of a repository: a folder of the machine that it was trained on
+        return {}
     return _config_in(Path(found)) if isinstance(found, str) else {}
 
 

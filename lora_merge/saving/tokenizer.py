@@ -130,6 +130,22 @@ def along_with(
     return along
 
 
+def with_saved(files: Mapping[Path, Path], saved: Mapping[Path, Path]) -> dict[Path, Path]:
+    """Return files that go along with a tokenizer or processor that was saved anew: what the one before it has under
+    other names (added tokens, templates) would be read beside it.
+
+    Args:
+        files, saved: where each is to lie, and where it lies now.
+    """
+    of_processors = (_NESTED, *_PROCESSORS)
+    processor, before = (any(_is(path.as_posix(), of_processors) for path in some) for some in (saved, files))
+    template = any(_is(path.as_posix(), _TEMPLATES) for path in saved)
+    gone = [*_WORDS, *_VOCABULARY, *(of_processors if processor else ())]
+    gone += _TEMPLATES if processor or template or not before else ()  # else it may be the processor's that stays
+    kept = {to: at for to, at in files.items() if to.suffix == ".py" or not _is(to.as_posix(), gone)}
+    return kept | dict(saved)
+
+
 def read_words(folder: Path) -> Words:
     """Read what a folder's tokenizer is.
 

@@ -77,6 +77,7 @@ def test_what_is_no_part_of_it_is_named(saved: tuple[Path, Path, dict[str, Tenso
             ({"model.safetensors": half, "config.json": "{}"}, "holds a whole model, which is not read"),
             ({"adapter_0.pt": {f"{KEY}layers.0.q_proj.lora_A.weight": torch.rand(2, 2)}}, "factors of LoRA, too"),
             ({"table.pt": "no file of torch"}, "cannot be read as tensors"),
+            ({"trained.pt": {"model": {f"{KEY}norm.weight": torch.rand(32)}}}, "cannot be read as tensors"),
         ]
     ):
         folder = beside(adapter, tmp_path / f"a{number}", files)

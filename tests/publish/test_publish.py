@@ -208,6 +208,12 @@ def test_what_cannot_be_published_is_refused(tmp_path: Path) -> None:
     model = models.with_lora(models.qwen2, dtype=torch.bfloat16)
     with train_merged(model, rounding="stochastic"):
         refused(model, "rounding='stochastic', and engines round what is published to nearest")
+    (tmp_path / "file").touch()
+    for url in (tmp_path / "file", tmp_path / "file" / "in"):
+        with pytest.raises(InvalidInput, match=r"is no store: .*/file is a file, expected a folder"):
+            Store(url)
+    with pytest.raises(InvalidInput, match="the URL of the store is empty"):
+        Store("")
     with pytest.raises(InvalidInput, match=r"nosuch://there is no URL of a store"):
         Publisher(models.with_lora(models.qwen2), "nosuch://there")
 

@@ -229,6 +229,14 @@ BROKEN: dict[str, tuple[Any, str]] = {
         "LOHA|LoHa|size|fit",
     ),
     "an adapter of a newer PEFT": (lambda b, a: _rewrite(a / "adapter_config.json", use_new=True), "use_new=True"),
+    "a config that contradicts itself": (
+        lambda b, a: _rewrite(b / "config.json", num_hidden_layers=7),
+        r"cannot be read as a model of transformers .*: .*num_hidden_layers.*7",
+    ),
+    "an adapter that adds nothing": (
+        lambda b, a: _rewrite(a / "adapter_config.json", lora_alpha=0),
+        r"adapter_config\.json says lora_alpha=0, by which the adapter adds nothing",
+    ),
     "another base was meant": (
         lambda b, a: _rewrite(a / "adapter_config.json", init_lora_weights="olora"),
         "changes the base that the adapter belongs to",

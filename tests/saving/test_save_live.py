@@ -4,6 +4,7 @@ transformers loads; the length of the stream; and adapters that are named."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from lora_merge import InvalidInput, MergedWeights, Saved, merge_checkpoint, merged, save_merged
 from lora_merge.saving import writer
+from tests.saving.test_save_tokenizer import load, tokenizer
 from tests.shards.test_shards_merge import Wrap, fsdp1_one_unit, fsdp2, hsdp
 
 
@@ -64,9 +66,13 @@ def test_a_model_without_adapters(tmp_path: Path) -> None:
 
 
 class Tokenizer:
+    def __init__(self, more: Sequence[str] = ()) -> None:
+        self._files = ["tokenizer.json", *more]
+
     def save_pretrained(self, folder: str) -> None:
         Path(folder).mkdir(exist_ok=True)
-        (Path(folder) / "tokenizer.json").write_text('{"mine": true}')
+        for name in self._files:
+            (Path(folder) / name).write_text('{"mine": true}')
 
 
 def test_what_goes_along(tmp_path: Path) -> None:
@@ -87,9 +93,62 @@ def test_what_goes_along(tmp_path: Path) -> None:
     saved = save_merged(model, tmp_path / "c")
     assert saved is not None
     assert "no tokenizer was saved" in saved.notes[0]
+    config = json.loads((base / "config.json").read_text())
+    quantised = {"quantization_config": {"quant_method": "fp8"}, "torch_dtype": "bfloat16"}
+    (base / "config.json").write_text(json.dumps(config | quantised | {"text_config": quantised}))
+    (base / "hf_quant_config.json").write_text("{}")
     save_merged(nn.Linear(3, 2), tmp_path / "d", base=base)
+    assert not (tmp_path / "d" / "hf_quant_config.json").exists()
+    said = json.loads((tmp_path / "d" / "config.json").read_text())
+    plain = {"torch_dtype": "bfloat16"}
+    assert said == config | {"text_config": plain, "torch_dtype": "float32"}  # as the tensors are
     assert (tmp_path / "d" / "tokenizer.json").exists()
     assert load_file(tmp_path / "d" / "model.safetensors").keys() == {"weight", "bias"}
+
+
+def test_nothing_of_the_bases_tokenizer_is_read_beside_the_one_that_is_given(tmp_path: Path) -> None:
+    """transformers reads special_tokens_map.json, added_tokens.json and templates wherever they lie."""
+    base, adapter = checkpoints.pair("qwen2", tmp_path)
+    tokenizer().save_pretrained(base)
+    (base / "special_tokens_map.json").write_text('{"eos_token": "<eos>"}')
+    (base / "added_tokens.json").write_text('{"<theirs>": 53}')
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tool.jinja").write_text("THEIRS")
+    for name in ("configuration_own.py", "tokenization_own.py"):
+        (base / name).touch()
+    mine = tokenizer()
+    mine.eos_token, mine.chat_template = "<turn>", None
+    mine.add_tokens(["<mine>"])
+    model = checkpoints.load(base, adapter)
+    save_merged(model, tmp_path / "out", tokenizer=mine)
+    got = load(tmp_path / "out")
+    assert (got.eos_token, got.chat_template, got.get_vocab()) == ("<turn>", None, mine.get_vocab())
+    assert all((tmp_path / "out" / name).exists() for name in ("configuration_own.py", "tokenization_own.py"))
+    (base / "preprocessor_config.json").write_text("{}")
+    of_processor = {"preprocessor_config.json", "chat_template.jinja"}  # stay if a tokenizer without a template came
+    for number, (given, kept) in enumerate(
+        [
+            (Tokenizer(), of_processor),
+            (Tokenizer(["chat_template.json"]), {"preprocessor_config.json"}),
+            (Tokenizer(["processor_config.json"]), set()),
+        ]
+    ):
+        save_merged(model, tmp_path / str(number), tokenizer=given)
+        assert {name for name in of_processor if (tmp_path / str(number) / name).exists()} == kept
+
+
+def test_the_bases_tokenizer_beside_more_rows(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    base, _ = checkpoints.pair("qwen2", tmp_path)
+    tokenizer().save_pretrained(base)
+    model: Any = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(120)
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    saved: Any = save_merged(model, tmp_path / "out")
+    assert f"120 rows of embeddings, and {base}, whose tokenizer goes along, {models.VOCABULARY}" in saved.notes[0]
+    saved = save_merged(model, tmp_path / "mine", tokenizer=tokenizer())
+    assert not saved.notes
 
 
 def test_refused(tmp_path: Path) -> None:
@@ -110,6 +169,12 @@ def test_refused(tmp_path: Path) -> None:
             save_merged(model, **{"out": tmp_path / "out", **options})
     save_merged(model, tmp_path / "full", force=True)
     assert not (tmp_path / "full" / "theirs").exists()
+    base, adapter = checkpoints.pair("qwen2", tmp_path / "run")
+    loaded = checkpoints.load(base, adapter)
+    for out in (base, tmp_path / "run"):
+        with checkpoints.nothing_left(tmp_path), pytest.raises(InvalidInput, match=r"holds or is .*base, which"):
+            save_merged(loaded, out, force=True)
+    save_merged(loaded, base / "merged")
     with merged(model), pytest.raises(Exception, match="inside"):
         save_merged(model, tmp_path / "inside")
 

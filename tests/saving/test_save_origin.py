@@ -13,9 +13,12 @@ from typing import Any
 import checkpoints
 import models
 import pytest
+import torch
+from huggingface_hub import constants
 from torch import nn
 
 from lora_merge import InvalidInput, cli, merge_checkpoint
+from lora_merge.models.peft.folder import read_folder
 from lora_merge.saving.origin import DoubtfulBase
 
 TARGETS = ["q_proj", "up_proj"]
@@ -30,8 +33,6 @@ def llama() -> nn.Module:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen2, an adapter of it, and a Llama of the same sizes."""
-    import torch
-
     home = tmp_path_factory.mktemp("origin")
     checkpoints.write_base(home / "qwen", models.qwen2, torch.float32)
     checkpoints.write_base(home / "llama", llama, torch.float32)
@@ -73,7 +74,7 @@ def test_another_family(home: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_no_false_alarm(home: Path, tmp_path: Path) -> None:
-    """Another folder, another machine, the hub's cache, another format of the same weights."""
+    """Another folder, another machine, a path of there, the hub's cache, another format of the same weights."""
     cached = tmp_path / "models--Qwen--Qwen2-0.5B" / "snapshots" / "abc"
     shutil.copytree(home / "qwen", cached)
     local = tmp_path / "qwen2-0.5b"
@@ -89,6 +90,10 @@ def test_no_false_alarm(home: Path, tmp_path: Path) -> None:
                 (local, "Qwen/Qwen2-0.5B", False),
                 (home / "qwen", "Qwen/Qwen2-0.5B", True),
                 (local, "/somewhere/else", True),
+                (local, "../else", True),
+                (local, "./else", True),
+                (cached, "./else", True),
+                (local, "runs--1/step..7", True),
             ]
         ):
             adapter = telling(home, tmp_path / f"a{number}", base_model_name_or_path=said)
@@ -97,6 +102,47 @@ def test_no_false_alarm(home: Path, tmp_path: Path) -> None:
     adapter = telling(home, tmp_path / "other", base_model_name_or_path="Qwen/Qwen2-1.5B")
     with pytest.raises(InvalidInput, match=r"says that it was trained on Qwen/Qwen2-1\.5B; merged into .*a qwen2"):
         merge_checkpoint(cached, adapter, tmp_path / "out", strict=True)
+
+
+def test_another_revision(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = tmp_path / "models--Qwen--Qwen2-0.5B"
+    for ref, commit in (("main", "0123456789"), ("early", "abcdef0123")):
+        shutil.copytree(home / "qwen", repository / "snapshots" / commit)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / ref).write_text(commit)
+    config = repository / "snapshots" / "abcdef0123" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 0.125}))
+    newest, said = repository / "snapshots" / "0123456789", {"base_model_name_or_path": "Qwen/Qwen2-0.5B"}
+    adapter = telling(home, tmp_path / "early", revision="early", **said)
+    for base, revision, match in (
+        (newest, "main", ""),
+        (newest, "0123456", ""),
+        (config.parent, "early", ""),
+        (newest, "early", r"revision early of Qwen/Qwen2-0\.5B, and .*0123456789, by the hub's cache another"),
+        (newest, "never-fetched", "by the hub's cache another one: fetch that revision"),
+    ):
+        adapter = telling(home, tmp_path / f"{base.name} {revision}", revision=revision, **said)
+        if match:
+            with pytest.raises(InvalidInput, match=match):
+                merge_checkpoint(base, adapter, tmp_path / "none", strict=True)
+        else:
+            assert not merge_checkpoint(base, adapter, tmp_path / "out", strict=True, force=True)[0].notes
+    shutil.copytree(newest, tmp_path / "qwen2-0.5b")
+    (one,) = merge_checkpoint(tmp_path / "qwen2-0.5b", adapter, tmp_path / "out", strict=True, force=True)
+    assert "does not say of which revision it is" in one.notes[0]
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    model: Any = read_folder(tmp_path / "abcdef0123 early", None, torch.float32)
+    assert model.config.rms_norm_eps == 0.125
+
+
+def test_a_base_that_holds_an_adapter(home: Path, tmp_path: Path) -> None:
+    """transformers loads such a folder with it, and a merge takes the weights alone."""
+    shutil.copytree(home / "qwen", tmp_path / "base")
+    shutil.copyfile(home / "adapter" / "adapter_config.json", tmp_path / "base" / "adapter_config.json")
+    (one,) = merge_checkpoint(tmp_path / "base", home / "adapter", tmp_path / "out")
+    assert "base holds an adapter, too (adapter_config.json)" in one.notes[0]
+    assert not (one.folder / "adapter_config.json").exists()
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")

@@ -1,4 +1,4 @@
-"""Tensors that two files of a base hold."""
+"""Tensors that two files of a base hold, and two models in one folder."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import assert_same, load, pair, tensors
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from lora_merge import InvalidInput, MergedWeights, merge_checkpoint
 
@@ -40,3 +41,34 @@ def test_a_tensor_in_two_shards(pickled: bool, tmp_path: Path) -> None:
         save(second | {again[2]: changed}, base / other)
         with pytest.raises(InvalidInput, match=f"{again[2]} is in {one} and, with other bits, in {other}"):
             merge_checkpoint(base, [adapter], tmp_path / "none")
+
+
+@pytest.mark.parametrize("pickled", [True, False], ids=["bin", "safetensors"])
+def test_shards_beside_one_file(pickled: bool, tmp_path: Path) -> None:
+    """transformers leaves the one file where it saves shards, and reads it then; vLLM reads the shards."""
+    base, adapter = pair("qwen2", tmp_path)
+    (wanted,) = merge_checkpoint(base, [adapter], tmp_path / "wanted")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.save_pretrained(base, max_shard_size="20KB")
+    shards = sorted(base.glob("model-*"))
+    if pickled:
+        torch.save(load_file(base / "model.safetensors"), base / "pytorch_model.bin")
+        index = json.loads((base / "model.safetensors.index.json").read_text())
+        for path in [*shards, base / "model.safetensors", base / "model.safetensors.index.json"]:
+            if path in shards:
+                torch.save(load_file(path), base / f"{path.stem}.bin")
+            path.unlink()
+        index["weight_map"] = {n: file.replace("safetensors", "bin") for n, file in index["weight_map"].items()}
+        (base / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+        shards = sorted(base.glob("model-*"))
+    merge_checkpoint(base, [adapter], tmp_path / "same")
+    assert_same(tensors(tmp_path / "same"), tensors(wanted.folder))
+    held = torch.load(shards[1]) if pickled else load_file(shards[1])
+    name = sorted(held)[0]
+    held[name] = held[name] + 1
+    (torch.save if pickled else save_file)(held, shards[1])
+    one = "pytorch_model.bin" if pickled else "model.safetensors"
+    with pytest.raises(InvalidInput, match=f"{name} is in {one} and, with other bits, in {shards[1].name}, which"):
+        merge_checkpoint(base, [adapter], tmp_path / "none")
+    shards[0].unlink()  # what is left is no model
+    merge_checkpoint(base, [adapter], tmp_path / "left")

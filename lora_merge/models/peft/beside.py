@@ -184,4 +184,5 @@ def _tensors(path: Path) -> dict[str, Tensor] | None:
     inside = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else {}
     if not isinstance(inside, dict):
         return {}
-    return {key: value for key, value in inside.items() if isinstance(key, str) and isinstance(value, Tensor)}
+    found = {key: value for key, value in inside.items() if isinstance(key, str) and isinstance(value, Tensor)}
+    return None if not found and any(isinstance(value, dict) for value in inside.values()) else found

@@ -86,6 +86,7 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
             "adapter again"
         ) from error
     _check_known(folder, said, config)
+    _check_alpha(folder, said)
     _check_patterns(folder, said)
     named = base if base is not None else config.base_model_name_or_path
     if not named:
@@ -103,7 +104,8 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
             "the file is cut short, or something else (a Git LFS pointer?); save or fetch the adapter again"
         ) from error
     _check_finite(folder, held)
-    model = _base(str(named), dtype, values, given=base is not None)
+    revision = None if base is not None else config.revision
+    model = _base(str(named), dtype, values, given=base is not None, revision=revision)
     matched = match(folder, model, held, config)
     view, held = matched.view, matched.tensors
     config.init_lora_weights = True  # all values come from the file; MiCA's would be taken off the base's
@@ -248,6 +250,15 @@ def elsewhere(folder: Path) -> str:
     return f"; there is one in {folder / found[0]}" if found else ""
 
 
+def _check_alpha(folder: Path, said: Mapping[str, Any]) -> None:
+    """Refuse an adapter that by its configuration adds nothing: nobody trains one."""
+    if said.get("lora_alpha") == 0 and not said.get("alpha_pattern"):
+        raise InvalidInput(
+            f"{folder / CONFIG} says lora_alpha=0, by which the adapter adds nothing: verl's model_merger writes that "
+            "where it does not find the alpha (lora_train_meta.json); set it to the one of the training"
+        )
+
+
 def _check_patterns(folder: Path, said: Mapping[str, Any]) -> None:
     """Refuse names of modules that PEFT reads as regular expressions, and that are none."""
     for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
@@ -309,28 +320,30 @@ def _other_base(begun: str) -> str:
     )
 
 
-def _base(name: str, dtype: torch.dtype, values: bool, given: bool) -> nn.Module:
+def _base(name: str, dtype: torch.dtype, values: bool, given: bool, revision: str | None) -> nn.Module:
     """Return the base model, of the class that wrote its checkpoint."""
     import transformers
 
     cached = not Path(name).exists() and not hub.answers("base", name)
     try:
         # `trust_remote_code=False` does not ask.
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=cached)
+        options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": cached}
+        options["revision"] = revision or "main"
+        config = transformers.AutoConfig.from_pretrained(name, **options)
         cls = class_of(config)
         if values:
-            loaded: nn.Module = cls.from_pretrained(name, dtype=dtype, trust_remote_code=False, local_files_only=cached)
+            loaded: nn.Module = cls.from_pretrained(name, dtype=dtype, **options)
             return loaded.requires_grad_(False)  # PEFT freezes only what it is put on
         with torch.device("meta"):
             model = cls.from_config(config, trust_remote_code=False) if hasattr(cls, "from_config") else cls(config)
     except Exception as error:
-        reason = str(error).strip().splitlines()
+        reason = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
         whose = "base" if given else "the adapter's base_model_name_or_path"
         if cached and isinstance(error, OSError):
             raise InvalidInput(f"{whose}: there is no folder {name!r} here; {hub.absent()}") from error
         raise InvalidInput(
             f"{whose}: {name!r} cannot be read as a model of transformers ({type(error).__name__}: "
-            f"{reason[0] if reason else ''}); pass base=, the base's folder or name. A model "
+            f"{reason}); pass base=, the base's folder or name. A model "
             "with code of its own: load it, put the adapter on with PeftModel.from_pretrained, and use "
             "lora_merge.save_merged"
         ) from error
