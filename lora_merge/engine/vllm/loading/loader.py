@@ -45,8 +45,10 @@ _ENGINE_OWNED = {
     "W_UV",
     "W_UK_T",
     "W_UK_T_dcp_qrep",
+    "position_ids",
 }
-"""Tensors that vLLM computes and no checkpoint holds; MLA's may be views of the weight that they come from."""
+"""Tensors that vLLM computes and no checkpoint holds: BERT's positions count from 0, and MLA's may be views of the
+weight that they come from."""
 _COMPUTED = {"FusedMMInputNorm"}
 """Modules whose persistent buffers vLLM makes from the processor's settings: in no checkpoint, and random after a dummy
 load."""
