@@ -38,7 +38,8 @@ class Sampler:
         """
         key = facts(tensors) if known is None else known
         if key != self._key:
-            chosen = [t.detach() for t in tensors if t.numel()]
+            # Parts that an engine was started without lie on the meta device, and hold nothing.
+            chosen = [t.detach() for t in tensors if t.numel() and not t.is_meta]
             self._prepare(chosen)
             self._key, self._kinds = key, repr([(tuple(t.shape), t.dtype) for t in chosen]).encode()
         if self._plan is not None:

@@ -168,6 +168,8 @@ def test_a_sample_tells_shapes_and_dtypes() -> None:
     assert len({Sampler()([t]) for t in tensors}) == len(tensors)
     sampler = Sampler()
     assert [sampler([t]) for t in tensors] == [Sampler()([t]) for t in tensors]
+    unbuilt = torch.empty(3, device="meta")  # of a part that an engine was started without
+    assert sampler([tensors[0], unbuilt]) == sampler([tensors[0]])
 
 
 class Seeing(nn.Parameter):

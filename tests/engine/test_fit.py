@@ -21,7 +21,15 @@ from lora_merge.engine.push.channels import Trainer
 from lora_merge.engine.push.compatibility import Answers, CompatibilityCheck
 from lora_merge.engine.push.evaluation import evaluate
 from lora_merge.engine.push.introduction import hello as introduce
-from lora_merge.engine.push.replica import Replica, check_apart, check_whole, engines_of, fail_together, failure
+from lora_merge.engine.push.replica import (
+    Replica,
+    SyncReport,
+    check_apart,
+    check_whole,
+    engines_of,
+    fail_together,
+    failure,
+)
 from lora_merge.engine.state import State, change
 from lora_merge.names import renamed
 from lora_merge.serve import unload_adapter
@@ -82,6 +90,10 @@ def test_names_of_another_class_are_one_line() -> None:
     one = found(refused={"c": unknown["c"]}, taken="ab", ignored=[], serves="Gemma3ForCausalLM")
     problems = evaluate(STREAM, {"engine 0": [one]}, {})[0]
     assert problems == ["engine 0: c is refused: Gemma3ForCausalLM has nothing of that name"]
+    headless = found(refused={"lm_head.weight": NO_PART}, taken="abc", ignored=[], serves="Gemma3nForCausalLM")
+    (problem,) = evaluate(STREAM, {"engine 0": [headless]}, {})[0]
+    assert "lm_head.weight is refused: Gemma3nForCausalLM has nothing of that name: it takes the embedding" in problem
+    assert "ensure_weight_tying=True" in problem
     renames = (("model.", "model.language_model."),)
     answer = found(taken="", refused=unknown, renames=[["model.", "model.language_model."]])
     assert evaluate(STREAM, {"engine 0": [answer], "engine 1": [answer]}, {})[1].renames == renames
@@ -104,6 +116,8 @@ def test_what_stays_is_told_of_each_stream() -> None:
             return writer, Answers(writer.digest, (("engine 0", ("wide" if weights is merged else "narrow",)),))
 
     check = Asked(Trainer([], Ranks(None)))
+    assert "(1 left out, which the engine has no part for: a)" in str(SyncReport(1, "merged", left_out=("a",)))
+    assert "(2 parameters of the engine stay as they are: a to b)" in str(SyncReport(1, "merged", kept=("a", "b")))
     for weights, kept in ((merged, ("tower.weight",)), (base, ()), (merged, ("tower.weight",))):
         drive(check(weights, []))
         assert check.kept == kept

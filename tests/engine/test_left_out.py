@@ -74,6 +74,14 @@ def test_what_the_class_leaves_out(name: str) -> None:
     assert left_out(Seeing(), [name]) == [name] * CASES[name]
 
 
+def test_names_of_a_bare_model() -> None:
+    """vLLM's classes of embeddings put `model.` before them, and BERT's drops its pooler there."""
+    model: Any = nn.Module()
+    model.model, model.pooler = nn.Module(), nn.Module()
+    model.model.hf_to_vllm_mapper = Mapper(("pooler.", "lm_head."))
+    assert left_out(model, ["pooler.dense.weight", "lm_head.weight", "extra.weight"]) == ["pooler.dense.weight"]
+
+
 def test_a_model_without_towers() -> None:
     model: Any = nn.Module()
     model.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))

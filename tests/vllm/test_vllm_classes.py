@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,3 +114,16 @@ def test_another_class_is_told_in_a_line(llm: LLM) -> None:
     assert "Load Qwen2_5OmniModel with transformers" in told or "Load Qwen2_5OmniForConditional" in told, told
     assert len(told) < 2000
     assert "available parameters" not in told
+
+
+def test_a_parameter_of_the_class_itself(tmp_path: Path) -> None:
+    """Of an engine that takes no images it lies on the meta device (`image_newline`): a push went as far as its
+    transfer, and left the engine dirty."""
+    trained = adapted(family("LLaVA-OneVision"), r".*language_model.*\.(q_proj|v_proj|down_proj)")
+    with engine(trained, tmp_path / "base", **TEXT) as llm:
+        sync = VllmSync(trained, llm)
+        for step in range(2):
+            train(trained, step)
+            report = sync.push(verify=True)
+            assert any(name.endswith("image_newline") for name in report.left_out)
+            assert_answers(ask(llm), trained)

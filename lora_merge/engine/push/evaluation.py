@@ -159,22 +159,30 @@ def _class(unknown: Sequence[str], serves: str) -> str:
     )
 
 
+_HEADLESS = (
+    ": it takes the embedding for its head, and here the two differ: load the model here with "
+    f"tie_word_embeddings=True, and leave both out of target_modules and modules_to_save, or {TRAIN_AS_ONE}"
+)
+
+
 def _plainly(name: str, why: str, adapted: Container[str], serves: str) -> str:
     """Return why a tensor is refused; of one that the engine ties to another, what makes the two differ."""
     if why.startswith(NO_PART):
-        return f"{serves} has nothing of that name"
+        headless = name.endswith("lm_head.weight")
+        return f"{serves} has nothing of that name{_HEADLESS if headless else ''}"
     if not why.startswith(TIED):
         return why
     first = why.removeprefix(TIED)
     if name in adapted or any(other in adapted for other in first.split(", ")):
         return (
             f"the engine ties it to {first}, but here adapters change the two apart: start the engine with "
-            f"tie_word_embeddings=False, or {TRAIN_AS_ONE}"
+            f"tie_word_embeddings=False on a checkpoint that has both (save_merged writes one), or {TRAIN_AS_ONE}"
         )
     return (
         f"the engine ties it to {first}, and here they are two weights: start the engine with "
-        'hf_overrides={"tie_word_embeddings": False}, on a checkpoint that has both, or load the model here with '
-        "tie_word_embeddings=True, as the engine did"
+        'hf_overrides={"tie_word_embeddings": False}, on a checkpoint that has both (save_merged writes one), or load '
+        "the model here with tie_word_embeddings=True, as the engine did, and if modules_to_save names one of the two, "
+        "train them as one with ensure_weight_tying=True"
     )
 
 

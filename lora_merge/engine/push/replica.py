@@ -109,9 +109,9 @@ class SyncReport:
             base += f" ({self.tenants[0]}, and {len(self.tenants) - 1} tenants beside it)"
         out = self.left_out
         why = f"; through buckets: {self.buckets}" if self.buckets else ""
-        note = f" ({len(out)} left out, which the engine has no part for: {out[0]} to {out[-1]})" if out else ""
+        note = f" ({len(out)} left out, which the engine has no part for: {_span(out)})" if out else ""
         if self.kept:
-            note += f" ({len(self.kept)} parameters of the engine stay as they are: {self.kept[0]} to {self.kept[-1]})"
+            note += f" ({len(self.kept)} parameters of the engine stay as they are: {_span(self.kept)})"
         if self.reloaded:
             why += f"; {self.reloaded} layers by the engine's own loading"
         if self.calibrated:
@@ -131,6 +131,10 @@ class SyncReport:
             f"{self.mode}@{self.version}{by}{base}{over}: {self.tensors} tensors{note}, "
             f"{self.nbytes / 1e6:.1f} MB{once}, {self.gb_s:.1f} GB/s; ms: {phases}{why}"
         )
+
+
+def _span(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
 @dataclass(slots=True)

@@ -287,10 +287,13 @@ class Loader:
         ties = ties_of(self.modules)
         roots = self._laid_anew()
         named = list(self.model.named_modules())
+        # Of a part that the engine was started without: they stay without values.
+        unbuilt = {path for path, (tensor, _) in self._engine_tensors().items() if tensor.is_meta}
         with self._as_loading(roots), unchanged([module for _, module in named]) as made:
-            tensors = self._engine_tensors()
+            tensors = {path: found for path, found in self._engine_tensors().items() if path not in unbuilt}
             owners = {path: owner for path, (_, owner) in tensors.items()}
             capture, refused = self._recorded({path: tensor for path, (tensor, _) in tensors.items()}, owners, fed)
+            capture.records = [record for record in capture.records if record.path not in unbuilt]
             for number, name, parameter in made():
                 prefix, owner = named[number]
                 capture.adopt(path := f"{prefix}.{name}" if prefix else name, parameter)

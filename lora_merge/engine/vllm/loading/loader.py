@@ -45,8 +45,10 @@ _ENGINE_OWNED = {
     "W_UV",
     "W_UK_T",
     "W_UK_T_dcp_qrep",
+    "position_ids",
 }
-"""Tensors that vLLM computes and no checkpoint holds; MLA's may be views of the weight that they come from."""
+"""Tensors that vLLM computes and no checkpoint holds: BERT's positions count from 0, and MLA's may be views of the
+weight that they come from."""
 _COMPUTED = {"FusedMMInputNorm"}
 """Modules whose persistent buffers vLLM makes from the processor's settings: in no checkpoint, and random after a dummy
 load."""
@@ -224,8 +226,9 @@ class Loader(loader.Loader):
         return why
 
     def _absent(self, fed: Sequence[tuple[str, Tensor]]) -> list[str]:
-        """Return the tensors of parts that vLLM did not build (`limit_mm_per_prompt` of 0) but keeps on the meta device
-        beside the model. With these in place, `load_weights` takes or refuses their tensors, and passes over others."""
+        """Return the tensors of parts that vLLM did not build (`limit_mm_per_prompt` of 0) but keeps on the meta
+        device: modules beside the model, and parameters of its own (LLaVA-NeXT's `image_newline`). With these in place,
+        `load_weights` takes or refuses their tensors, and passes over others."""
         parts = [
             (parent, key, stage)
             for parent in self.modules
@@ -239,6 +242,7 @@ class Loader(loader.Loader):
             for number, (parent, key, stage) in enumerate(parts):
                 parent._modules[key] = part = stage.__dict__["module"]
                 tensors |= {f"{number}.{name}": t for name, t in [*part.named_parameters(), *part.named_buffers()]}
+            tensors |= {path: t for path, (t, _) in self._engine_tensors().items() if t.is_meta}
             capture = Capture(tensors, list(fed), everything(self.model))
             refused = feed(self.model, capture, list(fed))
         finally:

@@ -26,9 +26,10 @@ _LISTED = " The available parameters belonging to "
 def left_out(model: nn.Module, names: Iterable[str]) -> list[str]:
     """Return those of some names that vLLM leaves out by itself: its mappers drop them (`hf_to_vllm_mapper` to None: a
     talker, a head of a tower), or they are of layers of a tower behind the last that is computed. A language model's
-    own head is none of them: where a class takes the embedding for it, an untied one would be missed."""
+    own head is none of them: where a class takes the embedding for it, an untied one would be missed. Classes of
+    embeddings put `model.` before the names of a bare model as they load it, and BERT's drops its pooler there."""
     towers = _outside(model)
-    return [name for name in names if _dropped(model, name, towers)]
+    return [name for name in names if any(_dropped(model, one, towers) for one in (name, f"model.{name}"))]
 
 
 def _dropped(model: nn.Module, name: str, tower: Callable[[str], bool]) -> bool:
