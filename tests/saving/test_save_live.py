@@ -45,7 +45,8 @@ def test_it_is_the_stream(kind: str, tmp_path: Path) -> None:
     assert type(loaded) is type(model.get_base_model())
     if "of a tied model" in kind:  # vLLM would load one of the two only
         tied = json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"]
-        assert tied is kind.startswith("both")  # which are one update
+        both = hasattr(model.get_base_model().get_output_embeddings(), "lora_A")  # one update, from PEFT 0.19 on
+        assert tied is (kind.startswith("both") and both)
     if next(loaded.parameters()).dtype == torch.float32:
         a, b = models.outputs(model), loaded(models.tokens()).logits
         assert (a - b).abs().max() <= 1e-5 * a.abs().max()
