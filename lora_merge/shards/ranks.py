@@ -224,11 +224,15 @@ class Ranks:
 
 
 @contextmanager
-def noted(errors: list[Exception]) -> Iterator[None]:
-    """Note an error and go on: the other ranks are in collectives that this rank must still take part in."""
+def noted(errors: list[Any], kind: type[BaseException] = Exception) -> Iterator[None]:
+    """Note an error and go on: the other ranks are in collectives that this rank must still take part in.
+
+    Args:
+        kind: `BaseException` notes an interrupt, too.
+    """
     try:
         yield
-    except Exception as error:
+    except kind as error:
         errors.append(error)
 
 

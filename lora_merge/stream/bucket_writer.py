@@ -313,12 +313,12 @@ class BucketWriter:
 
     @outside_inference_mode
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any], source: Source | None = None) -> None:
-        """Fill a bucket, see `Sent.fill`; `source` as in `passing`. An error of this rank is raised after the bucket's
-        collectives."""
-        errors: list[Exception] = []
+        """Fill a bucket, see `Sent.fill`; `source` as in `passing`. An error of this rank, and an interrupt, is raised
+        after the bucket's collectives."""
+        errors: list[BaseException] = []
         source = source or self.source
         with self._filling:
-            with noted(errors):
+            with noted(errors, BaseException):  # one rank alone may be interrupted
                 self.operands.refresh(index, lambda: source.storages)
                 own = [slot for slot in self.mine(index) if slot.name not in self._wholly]
                 targets = ((slot.name, slot.box, slot.view(buffer), index) for slot in own)
@@ -388,13 +388,13 @@ class BucketWriter:
         return self._due[1][index]
 
     def _fill_wholly(
-        self, source: Source, index: int, buffer: Tensor, run: Mapping[str, Any], errors: list[Exception]
+        self, source: Source, index: int, buffer: Tensor, run: Mapping[str, Any], errors: list[BaseException]
     ) -> None:
         """Gather whole parameters, merge and convert them, and keep what this rank sends of the result."""
         mine = self.mine(index)
         for sources, names in groupby(self._wholly_in[index], lambda name: self.entries[name].sources):
             dtype = self.entries[next(iter(names))].meta.dtype
-            with noted(errors):
+            with noted(errors, BaseException):
                 parts = [source.parts[name] for name in sources]
                 wholes = Exchange(sources, [part.shard for part in parts], self.ranks, self.device).run()
                 wanted = [slot for slot in mine if self.entries[slot.name].sources == sources]

@@ -85,6 +85,21 @@ ANSWERS: dict[str, tuple[bytes, type[Exception], str]] = {
     "null": (raw("null"), Unfit, r"JSON of something else \(null\)"),
     "a page": (raw("<html/>", "Content-Type: text/html"), Unfit, "answers with text/html, which is not JSON"),
     "more than any engine says": (raw(" " * 5000 + "{}"), Unfit, "its answer is longer than 4000 bytes: is it"),
+    "a gateway that waits no longer": (
+        raw("<html/>", "Content-Type: text/html", "Server: nginx", code="504 Gateway Time-out"),
+        Unfit,
+        r"answered 504 \(text/html from nginx\), as gateways do.*let the gateway wait longer",
+    ),
+    "a gateway without a server": (
+        raw("no healthy upstream", "Content-Type: text/plain", code="503 Service Unavailable"),
+        Unfit,
+        r"answered 503 \(text/plain\), as gateways do that do not reach a server.*URL of the engine itself",
+    ),
+    "an engine that says why not": (
+        raw('{"detail": "not now"}', "Content-Type: application/json", code="503 Service Unavailable"),
+        Answered,
+        r'answered 503: \{"detail": "not now"\}$',
+    ),
     "what it was told": (
         raw(json.dumps({"detail": [{"input": {"secret": SECRET}}]}), code="422 Unprocessable"),
         Answered,

@@ -407,6 +407,20 @@ def test_replicated_layers_and_a_head_tied_by_hand(tmp_path: Path) -> None:
         torch.testing.assert_close(models.outputs(loaded), wanted)
 
 
+def test_an_interrupt_waits_for_the_collective_of_its_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks, which nobody may have interrupted, are in it: left out, it met their next one."""
+    made = list[int]()
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lora_merge.kernels.plan.Plan.run", interrupted)
+    monkeypatch.setattr(BucketWriter, "_together", lambda self, index, buffer: made.append(index))
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(MergedWeights(models.with_lora(models.qwen2, target_modules=["q_proj"])).buckets()))
+    assert made[:1] == [0]
+
+
 def test_an_adapter_in_two_places_is_sent_under_both_names() -> None:
     """An engine has a module for each, and adds their product: the scaling is in it."""
     model = models.with_lora(block_in_two_places, target_modules=["q_proj"], r=4, lora_alpha=6)

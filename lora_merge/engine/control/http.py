@@ -61,6 +61,8 @@ class TooMuch(RuntimeError):
 _UNKNOWN = (404, 405, 501)
 """Codes of servers that do not know a route, or no POST to it."""
 _LOCKED = (401, 403)
+_GATEWAYS = (502, 503, 504)
+"""Codes of what stands in front of a server. Engines answer with them in JSON, if at all."""
 _LONGEST = 2000
 """Characters of an answer that a message quotes at most."""
 _SECRET = re.compile("[0-9a-fA-F]{64,}")
@@ -306,6 +308,12 @@ class Server:
             return Unfit(
                 f"{url} answered {error.code} ({detail}): it asks for an API key, and pushes have none to give: start "
                 "the server without (--api-key, --admin-api-key), and let it listen on a private interface alone"
+            )
+        if error.code in _GATEWAYS and "json" not in kind:
+            return Unfit(
+                f"{url} answered {error.code} ({kind}), as gateways do that do not reach a server, or wait no longer "
+                f"for it: {self.hint} A control call may take minutes: give the URL of the engine itself, or let "
+                "the gateway wait longer"
             )
         if error.code in _UNKNOWN or "html" in kind:
             error_of = NoRoute if error.code in _UNKNOWN else Unfit
