@@ -327,8 +327,7 @@ def _base(name: str, dtype: torch.dtype, values: bool, given: bool, revision: st
     cached = not Path(name).exists() and not hub.answers("base", name)
     try:
         # `trust_remote_code=False` does not ask.
-        options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": cached}
-        options["revision"] = revision or "main"
+        options = {"trust_remote_code": False, "local_files_only": cached, "revision": revision or "main"}
         config = transformers.AutoConfig.from_pretrained(name, **options)
         cls = class_of(config)
         if values:
