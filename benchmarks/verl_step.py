@@ -18,8 +18,8 @@ nothing of vLLM's). `ratio` is the trainer's perplexity of answers over the engi
 both have one policy, but for their kernels. Figures are medians over `--steps` after one that warms up. On CPUs there
 is no sleep mode: verl's calls are made, and vLLM ignores them.
 
-A way that fails, or has not ended after `--limit`, is a row with the reason (`failed`) and the steps that it made; all
-of its processes are ended. The exit status is 1 if that is one of this package's ways.
+A way that fails, or has not made its steps after `--limit`, is a row with the reason (`failed`) and the steps that it
+made; all of its processes are ended. The exit status is 1 if that is one of this package's ways.
 
 The JSON is written after every way; ways that the file holds from the same settings are not run again unless they
 failed, so that several calls make one record. `--seconds` begins no other way after that. No network is used. Packages:
@@ -204,7 +204,7 @@ def run(args: argparse.Namespace, folder: Path, way: str) -> Record:
     """Run one way, and return its figures, or why there are none."""
     logs, begin = args.logs or folder, time.monotonic()
     logs.mkdir(parents=True, exist_ok=True)
-    log = logs / f"{way}.log"
+    log, logged = logs / f"{way}.log", folder / f"{way}.jsonl"
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *flags(args, folder, way)]
     with (
         log.open("w") as printed,
@@ -214,14 +214,11 @@ def run(args: argparse.Namespace, folder: Path, way: str) -> Record:
         ) as running,
     ):  # fmt: skip
         try:
-            status = running.wait(timeout=args.limit)
-            failed = f"ended with {status}" if status else ""
-        except subprocess.TimeoutExpired:
-            failed = f"no end after {args.limit:g} s"
+            failed = waited(running, logged, WARM_UP + args.steps, args.limit)
         finally:
             end(running.pid)
     text = log.read_text(errors="replace")
-    steps = steps_of(folder / f"{way}.jsonl")
+    steps = steps_of(logged)
     if not failed and len(steps) < WARM_UP + args.steps:
         failed = f"verl logged {len(steps)} steps of {WARM_UP + args.steps}"
     row = {"name": WAYS[way][0], "steps": steps, "wall_s": time.monotonic() - begin}
@@ -231,6 +228,20 @@ def run(args: argparse.Namespace, folder: Path, way: str) -> Record:
     found = {name: [step[name] for step in steps[WARM_UP:] if name in step] for name in METRICS}
     typical = {name: statistics.median(values) for name, values in found.items() if values}
     return row | typical | {"said": [line for line in text.splitlines() if "lora_merge:" in line][-1:]}
+
+
+def waited(running: subprocess.Popen[bytes], logged: Path, count: int, limit: float) -> str:
+    """Wait for the end of a run, or `GRACE_S` for it once all steps are logged: Ray takes a minute to shut down at
+    times. Return why it failed."""
+    deadline = time.monotonic() + limit
+    complete = False
+    while (status := running.poll()) is None:
+        if not complete and len(steps_of(logged)) >= count:
+            complete, deadline = True, time.monotonic() + GRACE_S
+        if time.monotonic() > deadline:
+            return "" if complete else f"no end after {limit:g} s"
+        time.sleep(0.5)
+    return f"ended with {status}" if status else ""
 
 
 def end(session: int) -> None:
@@ -266,7 +277,7 @@ def steps_of(logged: Path) -> list[Record]:
     steps: list[Record] = []
     if not logged.exists():
         return steps
-    for line in logged.read_text().splitlines():
+    for line in logged.read_text().rpartition("\n")[0].splitlines():  # it may be in the middle of a line
         data = json.loads(line)["data"]
         if "timing_s/update_weights" not in data:
             continue

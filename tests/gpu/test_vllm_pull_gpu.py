@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import signal
 import time
 from contextlib import closing
@@ -260,7 +261,7 @@ def test_a_trainer_of_expandable_segments(tmp_path: Path) -> None:
                 train(model, step)
                 report = sync.push(verify=step == 1)
                 assert report.transports == ("ipc",)
-                assert "the trainer's weights cannot be mapped: an allocator made it" in report.buckets
+                assert re.search("the trainer's weights cannot be mapped: [^ ]+: an allocator made it", report.buckets)
                 assert_answers(ask(llm), model)
             sync.close()
     finally:
