@@ -40,4 +40,7 @@ def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> B
     """The backend that a fixture was given one of `BACKENDS` for."""
     name, device = request.param
     monkeypatch.setenv("LORA_MERGE_BACKEND", name)
-    return Backend(name, torch.device(device, 0) if device == "cuda" else torch.device(device))
+    found = Backend(name, torch.device(device, 0) if device == "cuda" else torch.device(device))
+    if found.interpreted:
+        import interpreter  # noqa: F401
+    return found
