@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -234,6 +237,27 @@ def noted(errors: list[Any], kind: type[BaseException] = Exception) -> Iterator[
         yield
     except kind as error:
         errors.append(error)
+
+
+@contextmanager
+def uninterrupted(among_others: bool = True) -> Iterator[None]:
+    """Have Ctrl-C wait until the end of the block, in whose collectives the other ranks are, too.
+
+    Args:
+        among_others: whether there are other ranks.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if not among_others or not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *one: came.append(one))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            before(*came[0])
 
 
 def _bytes(data: bytes) -> Tensor:

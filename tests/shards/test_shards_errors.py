@@ -5,8 +5,10 @@ Here for `merged` and `MergedWeights`; pushes are held to the same in test_vllm_
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from lora_merge import InvalidInput, LoraMergeError, MergedWeights, merged
+from lora_merge.engine.transport.sender import Sender
+from lora_merge.shards.exchange import Exchange
 from tests.shards.test_shards_merge import Odd, fsdp1_one_unit, local_bits, odd
 
 
@@ -316,6 +320,38 @@ FAULTS: list[tuple[str, Callable[..., None], dict[str, Any]]] = [
 def test_a_failure_on_one_rank_leaves_nobody_waiting() -> None:
     """It is an error on every rank, wherever it comes up on one, and changes nothing."""
     spawn(2, goes_wrong_on_one_rank)
+
+
+def interrupts(works: Callable[..., Any]) -> Callable[..., Any]:
+    """Ctrl-C comes once, before some work is done."""
+    left = [signal.SIGINT]
+
+    def call(*args: Any, **options: Any) -> Any:
+        if left:
+            signal.raise_signal(left.pop())
+        return works(*args, **options)
+
+    return call
+
+
+def interrupted_on_one_rank(rank: int) -> None:
+    """In the middle of a bucket, whose collectives the other rank is in."""
+    for where, name, strategy in ((Exchange, "wait", None), (Exchange, "__init__", "unshard")):
+        model = fully_shard(odd(("one", "two")))
+        writer, source = MergedWeights(model, bucket_bytes=512, strategy=strategy)._read_writer(False, False)
+        sender = Sender({}, writer.capacity, torch.device("cpu"))
+        with pytest.MonkeyPatch.context() as patch, writer.passing(source):
+            if rank == 1:
+                patch.setattr(where, name, interrupts(getattr(where, name)))
+            with pytest.raises(KeyboardInterrupt) if rank == 1 else nullcontext():
+                sender.serve(writer, {})
+        sender.close()
+        dict(MergedWeights(model))
+
+
+def test_an_interrupt_of_one_rank_leaves_no_collective_out() -> None:
+    """It met this rank's next one, and both hung, or gloo ended them."""
+    spawn(2, interrupted_on_one_rank, timeout=timedelta(seconds=60))
 
 
 def distributed(*, uncovered: str) -> nn.Module:
