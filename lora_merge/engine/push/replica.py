@@ -10,6 +10,7 @@ from typing import Any
 
 from ...choices import Cache
 from ...errors import InvalidInput, PushFailed, PushRefused
+from ...shards.ranks import RankLost
 from ..control.base import Call, Control
 from ..messages import SharedExperts, WorkerInfo
 from ..state import State, change
@@ -98,6 +99,9 @@ class SyncReport:
         begin = time.perf_counter()
         try:
             yield
+        except RankLost as lost:
+            lost.step = lost.step or phase
+            raise
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
 
