@@ -154,12 +154,12 @@ class Pusher:
         """Make the error for a push in which these ranks have lost another one: none of them can push any more."""
         try:
             states = [f"engine {index}: {state}" for index, state in enumerate(await self.astates())]
-            held = "; ".join(states) or "what the engines hold, the ranks that have their handles say"
+            held = f"Now {'; '.join(states)}" if states else "What engines hold, the ranks with their handles say"
         except PushRefused as error:
-            held = f"what the engines hold is not known ({error})"
+            held = f"What engines hold is not known ({error})"
         step = f" in the step {lost.step!r}" if lost.step else ""
         return PushFailed(
-            f"the push broke off{step}, as this rank of the trainer could not go on without another one: {lost}. Now "
+            f"the push broke off{step}, as this rank of the trainer could not go on without another one: {lost}. "
             f"{held}. Dirty engines stay paused; {self._healing}. Start all ranks of the trainer anew, and push again"
         )
 

@@ -18,8 +18,8 @@ from ..tenants import StaleRequests
 from ..transport.routing import WorkerId
 
 ONE_ENGINE = (
-    "several data-parallel engines behind one handle, of which only the first one's answers come back: give a "
-    "list of handles, one for each data-parallel rank"
+    "several data-parallel engines behind one handle (data_parallel_size, dp_size), of which only the first one's "
+    "answers come back: start them one by one, and give a list of handles, one for each"
 )
 
 
