@@ -169,6 +169,8 @@ class Pusher:
         for _ in range(ATTEMPTS - 1):
             try:
                 return await self._locked_push(mode, verify)
+            except RankLost:
+                raise
             except Exception as error:
                 if self._lost == "refuse" or not await self._lost_more(error):
                     raise
