@@ -15,7 +15,7 @@ from ..kernels.scaled.weights import Scaled
 from ..kernels.segments import Segment, copies
 from ..shards import Piece, Shard, whole
 from ..shards.exchange import Exchange
-from ..shards.ranks import Ranks
+from ..shards.ranks import Ranks, uninterrupted
 from .delta import Delta, Job, Rectangle, in_place, rectangles
 from .row_scales import RowScales
 from .staging import Storages
@@ -83,7 +83,7 @@ class Operands:
     """
 
     def __init__(self, turns: Sequence[Turn], ranks: Ranks, device: torch.device, *, private: bool = False) -> None:
-        self._device = device
+        self._device, self._shared = device, not ranks.alone
         turns = _held(turns, ranks)
         deltas = list({delta.name: delta for turn in turns for delta in turn.deltas}.values())
         named = {id(shard): (d.name, shard) for d in deltas for shard in d.shards()}
@@ -245,21 +245,22 @@ class Operands:
     def refresh(self, turn: int = 0, storages: Storages | None = None) -> None:
         """Read the live adapters of a turn again, on the current stream; those of the turn before may be gone.
 
-        An error of this rank is raised after the collectives.
+        An error of this rank, and an interrupt, is raised after the collectives.
 
         Args:
             storages: of the live weights; needed after `release`, where some are brought.
         """
-        try:
-            if self._exchange.held:
-                self._exchange.run(turn)
-            if self._copies is not None:
-                self._copies.run()
-            if self._beside.held:
-                self._beside.run(turn)
-        finally:
-            if self._dora is not None:
-                self._dora.run(turn, storages)
+        with uninterrupted(self._shared):
+            try:
+                if self._exchange.held:
+                    self._exchange.run(turn)
+                if self._copies is not None:
+                    self._copies.run()
+                if self._beside.held:
+                    self._beside.run(turn)
+            finally:
+                if self._dora is not None:
+                    self._dora.run(turn, storages)
 
 
 def _held(turns: Sequence[Turn], ranks: Ranks) -> list[Turn]:

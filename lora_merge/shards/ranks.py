@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +24,28 @@ PADDING = 1.05
 """Parts that differ in size are padded to the largest for one all-gather, if that sends at most this much more."""
 _SMALL = 2040
 """Bytes of a pickled value that one collective carries."""
+
+
+class RankLost(RuntimeError):
+    """The ranks cannot talk to each other any more: one has died, has left, or has not come in time.
+
+    Attributes:
+        step: of a push in which that was noticed.
+    """
+
+    step = ""
+
+
+@contextmanager
+def talking() -> Iterator[None]:
+    """Talk to the other ranks; raise `RankLost` in place of torch.distributed's own error."""
+    try:
+        yield
+    except (RankLost, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:
+        said = f"{type(error).__name__}: {error}".partition("\n")[0].partition(". ")[0]
+        raise RankLost(f"a rank has died, has left, or has not come in time ({said})") from error
 
 
 @dataclass
@@ -78,15 +103,17 @@ class Ranks:
         if self.alone:
             return flags
         there = torch.tensor(flags, dtype=torch.int32, device=self.talks_on(torch.device("cpu")))
-        dist.all_reduce(there, dist.ReduceOp.MAX, group=self.group)
+        with talking():
+            dist.all_reduce(there, dist.ReduceOp.MAX, group=self.group)
         return [bool(flag) for flag in there.tolist()]
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
         if not self.alone:
-            talking = tensor.to(self.talks_on(tensor.device))
-            dist.all_reduce(talking, group=self.group)
-            tensor.copy_(talking)
+            sent = tensor.to(self.talks_on(tensor.device))
+            with talking():
+                dist.all_reduce(sent, group=self.group)
+            tensor.copy_(sent)
         return tensor
 
     def gather(self, value: _T) -> list[_T]:
@@ -106,7 +133,8 @@ class Ranks:
         mine[: len(data)] = _bytes(data)
         mine = mine.to(self.talks_on(mine.device))
         everybody = mine.new_empty(self.size * len(mine))
-        dist.all_gather_into_tensor(everybody, mine, group=self.group)
+        with talking():
+            dist.all_gather_into_tensor(everybody, mine, group=self.group)
         return _parts(everybody, [len(mine)] * self.size)
 
     def _gather_rests(self, data: bytes, sizes: Sequence[int]) -> list[bytes]:
@@ -122,7 +150,8 @@ class Ranks:
         """Return one rank's Python value on every rank; the values of the others are ignored."""
         values: list[Any] = [value]
         if not self.alone:
-            dist.broadcast_object_list(values, src=self.global_rank(rank), group=self.group)
+            with talking():
+                dist.broadcast_object_list(values, src=self.global_rank(rank), group=self.group)
         return values[0]
 
     @contextmanager
@@ -193,20 +222,22 @@ class Ranks:
         parts = list(buffer[: sum(sizes)].split(list(sizes)))
         mine, gloo = parts[self.rank], buffer.device.type == "cpu"
         works: list[Any] = []
-        if len(set(sizes)) == 1:
-            whole = buffer[: sum(sizes)]
-            works.append(
-                dist.all_gather_into_tensor(whole, mine.clone() if gloo else mine, group=self.group, async_op=True)
-            )
-        elif gloo:
-            for rank, part in enumerate(parts):
-                works.append(dist.broadcast(part, self.global_rank(rank), group=self.group, async_op=True))
-        else:  # NCCL makes one group of broadcasts of it
-            works.append(dist.all_gather(parts, mine, group=self.group, async_op=True))
+        with talking():
+            if len(set(sizes)) == 1:
+                whole = buffer[: sum(sizes)]
+                works.append(
+                    dist.all_gather_into_tensor(whole, mine.clone() if gloo else mine, group=self.group, async_op=True)
+                )
+            elif gloo:
+                for rank, part in enumerate(parts):
+                    works.append(dist.broadcast(part, self.global_rank(rank), group=self.group, async_op=True))
+            else:  # NCCL makes one group of broadcasts of it
+                works.append(dist.all_gather(parts, mine, group=self.group, async_op=True))
 
         def wait() -> None:
-            for work in works:
-                work.wait()
+            with talking():
+                for work in works:
+                    work.wait()
 
         return wait
 
@@ -220,7 +251,8 @@ class Ranks:
         if self.alone:
             out.copy_(source)
         else:
-            dist.all_to_all_single(out, source, list(receives), list(sends), group=self.group)
+            with talking():
+                dist.all_to_all_single(out, source, list(receives), list(sends), group=self.group)
 
 
 @contextmanager
@@ -234,6 +266,27 @@ def noted(errors: list[Any], kind: type[BaseException] = Exception) -> Iterator[
         yield
     except kind as error:
         errors.append(error)
+
+
+@contextmanager
+def uninterrupted(among_others: bool = True) -> Iterator[None]:
+    """Have Ctrl-C wait until the end of the block, in whose collectives the other ranks are, too.
+
+    Args:
+        among_others: whether there are other ranks.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if not among_others or not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *one: came.append(one))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            before(*came[0])
 
 
 def _bytes(data: bytes) -> Tensor:

@@ -30,7 +30,7 @@ from ..models.staging import needed
 from ..shards import Box, cut, overlap
 from ..shards.exchange import Exchange
 from ..shards.owners import divide
-from ..shards.ranks import noted
+from ..shards.ranks import noted, uninterrupted
 from .bucket_plans import BucketPlans
 from .buckets import Meta, Slot, Table, digest_of, extent, lay_out, lay_out_in_order, lay_out_parts
 from .direct_targets import DirectTargets
@@ -317,8 +317,8 @@ class BucketWriter:
         after the bucket's collectives."""
         errors: list[BaseException] = []
         source = source or self.source
-        with self._filling:
-            with noted(errors, BaseException):  # one rank alone may be interrupted
+        with self._filling, uninterrupted(self.collective):  # one rank alone may be
+            with noted(errors, BaseException):
                 self.operands.refresh(index, lambda: source.storages)
                 own = [slot for slot in self.mine(index) if slot.name not in self._wholly]
                 targets = ((slot.name, slot.box, slot.view(buffer), index) for slot in own)
@@ -351,7 +351,7 @@ class BucketWriter:
         """Write a bucket, see `Sent.write_direct`. An error of this rank is raised after the collectives of the
         bucket."""
         source = self.source
-        with self._filling:
+        with self._filling, uninterrupted(self.collective):
             self.operands.refresh(index, lambda: source.storages)
             places = self._targets(index, targets)
             plan = self._plans.of(source, (index, True), ref(targets), places, targets.scaled)

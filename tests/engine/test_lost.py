@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from processes import spawn
+from strangers import HTML, answering
 from workers import hello as answer
 from workers import worker
 
@@ -84,6 +85,23 @@ def test_what_answers_wrongly_is_not_lost(error: Exception) -> None:
     with pytest.raises(PushRefused, match="engine 1"):
         drive(hello(trainer(Engine("a"), Engine("b", error)), lost=lost))
     assert not lost
+
+
+@pytest.mark.parametrize("code", [502, 503, 504])
+def test_an_engine_whose_gateway_answers_in_its_place_is_lost(code: int) -> None:
+    """As long as it does. What it says is in the report, as of an engine whose port is shut."""
+    lost = dict[int, str]()
+
+    class Behind(Engine):
+        async def rpc(self, op: str, **message: Any) -> list[dict[str, Any]]:
+            return [Server(url, "is it up?").post("collective_rpc", {})]
+
+    with answering(other=(code, HTML, "<html/>")) as (url, _):
+        introduced = drive(hello(trainer(Engine("a"), Behind("b")), lost=lost))
+        assert [len(workers) for workers in introduced] == [1, 0]
+        assert lost[1].startswith(f"{url}/collective_rpc answered {code} (text/html")
+        with pytest.raises(PushRefused, match=rf'engine 1: .* answered {code} .*With lost="skip" pushes go on'):
+            drive(hello(trainer(Engine("a"), Behind("b"))))
 
 
 def test_engines_that_compute_together_are_lost_together() -> None:

@@ -87,13 +87,18 @@ ANSWERS: dict[str, tuple[bytes, type[Exception], str]] = {
     "more than any engine says": (raw(" " * 5000 + "{}"), Unfit, "its answer is longer than 4000 bytes: is it"),
     "a gateway that waits no longer": (
         raw("<html/>", "Content-Type: text/html", "Server: nginx", code="504 Gateway Time-out"),
-        Unfit,
+        NotReached,
         r"answered 504 \(text/html from nginx\), as gateways do.*let the gateway wait longer",
     ),
     "a gateway without a server": (
         raw("no healthy upstream", "Content-Type: text/plain", code="503 Service Unavailable"),
-        Unfit,
+        NotReached,
         r"answered 503 \(text/plain\), as gateways do that do not reach a server.*URL of the engine itself",
+    ),
+    "a gateway that speaks JSON": (
+        raw('{"message": "no upstream"}', "Content-Type: application/json", code="502 Bad Gateway"),
+        NotReached,
+        r"answered 502 \(application/json\), as gateways do",
     ),
     "an engine that says why not": (
         raw('{"detail": "not now"}', "Content-Type: application/json", code="503 Service Unavailable"),

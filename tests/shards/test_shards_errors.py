@@ -5,8 +5,11 @@ Here for `merged` and `MergedWeights`; pushes are held to the same in test_vllm_
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from lora_merge import InvalidInput, LoraMergeError, MergedWeights, merged
+from lora_merge.engine.transport.sender import Sender
+from lora_merge.shards.exchange import Exchange
+from lora_merge.shards.ranks import RankLost, Ranks
 from tests.shards.test_shards_merge import Odd, fsdp1_one_unit, local_bits, odd
 
 
@@ -316,6 +322,70 @@ FAULTS: list[tuple[str, Callable[..., None], dict[str, Any]]] = [
 def test_a_failure_on_one_rank_leaves_nobody_waiting() -> None:
     """It is an error on every rank, wherever it comes up on one, and changes nothing."""
     spawn(2, goes_wrong_on_one_rank)
+
+
+def interrupts(works: Callable[..., Any]) -> Callable[..., Any]:
+    """Ctrl-C comes once, before some work is done."""
+    left = [signal.SIGINT]
+
+    def call(*args: Any, **options: Any) -> Any:
+        if left:
+            signal.raise_signal(left.pop())
+        return works(*args, **options)
+
+    return call
+
+
+def interrupted_on_one_rank(rank: int) -> None:
+    """In the middle of a bucket, whose collectives the other rank is in."""
+    for where, name, strategy in ((Exchange, "wait", None), (Exchange, "__init__", "unshard")):
+        model = fully_shard(odd(("one", "two")))
+        writer, source = MergedWeights(model, bucket_bytes=512, strategy=strategy)._read_writer(False, False)
+        sender = Sender({}, writer.capacity, torch.device("cpu"))
+        with pytest.MonkeyPatch.context() as patch, writer.passing(source):
+            if rank == 1:
+                patch.setattr(where, name, interrupts(getattr(where, name)))
+            with pytest.raises(KeyboardInterrupt) if rank == 1 else nullcontext():
+                sender.serve(writer, {})
+        sender.close()
+        dict(MergedWeights(model))
+
+
+def test_an_interrupt_of_one_rank_leaves_no_collective_out() -> None:
+    """It met this rank's next one, and both hung, or gloo ended them."""
+    spawn(2, interrupted_on_one_rank, timeout=timedelta(seconds=60))
+
+
+def left_by_one_rank(rank: int) -> None:
+    """It ends in the middle of something; each collective of the other says so, and a merged model comes back."""
+    model = fully_shard(odd(("one", "two")))
+    before, ranks = local_bits(model), Ranks(dist.group.WORLD)
+    with merged(model):
+        if rank == 1:
+            os._exit(0)
+        with pytest.raises(RankLost, match=r"has died, has left, or has not come in time \(RuntimeError: "):
+            ranks.any(True)
+    for now, then in zip(local_bits(model), before, strict=True):
+        assert_same_bits(now, then)
+    few = torch.zeros(4, dtype=torch.uint8)
+    works: list[Callable[[], object]] = [
+        lambda: ranks.any(True),
+        lambda: ranks.gather("x"),
+        lambda: ranks.spread("x", 1),
+        lambda: ranks.sum_(torch.zeros(2)),
+        lambda: ranks.all_gather_parts(few, [2, 2])(),
+        lambda: ranks.all_gather_parts(few, [1, 3])(),
+        lambda: ranks.all_to_all(few, [2, 2], few.clone(), [2, 2]),
+        lambda: dict(MergedWeights(model)),
+    ]
+    for work in works:
+        with pytest.raises(RankLost):
+            work()
+    os._exit(0)  # no barrier: nobody is there
+
+
+def test_a_rank_that_has_left_is_named_by_every_collective() -> None:
+    spawn(2, left_by_one_rank)
 
 
 def distributed(*, uncovered: str) -> nn.Module:

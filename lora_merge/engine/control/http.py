@@ -51,7 +51,7 @@ class Answered(RuntimeError):
 
 
 class NotReached(OSError):
-    """No server answers at a URL."""
+    """No server answers at a URL, or a gateway says that it reaches none."""
 
 
 class TooMuch(RuntimeError):
@@ -62,7 +62,7 @@ _UNKNOWN = (404, 405, 501)
 """Codes of servers that do not know a route, or no POST to it."""
 _LOCKED = (401, 403)
 _GATEWAYS = (502, 503, 504)
-"""Codes of what stands in front of a server. Engines answer with them in JSON, if at all."""
+"""Codes of what stands in front of a server. Engines answer with 503 alone, and then in JSON."""
 _LONGEST = 2000
 """Characters of an answer that a message quotes at most."""
 _SECRET = re.compile("[0-9a-fA-F]{64,}")
@@ -295,7 +295,7 @@ class Server:
         except TooMuch as error:
             raise Unfit(f"{url}: {error}: {self.hint}") from error
 
-    def _error(self, url: str, error: urllib.error.HTTPError) -> RuntimeError:
+    def _error(self, url: str, error: urllib.error.HTTPError) -> RuntimeError | NotReached:
         detail, kind = _shown(error.read(_LONGEST).decode(errors="replace")), _kind(error.headers)
         if 200 <= error.code < 400:
             to = error.headers.get("Location")
@@ -309,8 +309,8 @@ class Server:
                 f"{url} answered {error.code} ({detail}): it asks for an API key, and pushes have none to give: start "
                 "the server without (--api-key, --admin-api-key), and let it listen on a private interface alone"
             )
-        if error.code in _GATEWAYS and "json" not in kind:
-            return Unfit(
+        if error.code in _GATEWAYS and not (error.code == http.HTTPStatus.SERVICE_UNAVAILABLE and "json" in kind):
+            return NotReached(
                 f"{url} answered {error.code} ({kind}), as gateways do that do not reach a server, or wait no longer "
                 f"for it: {self.hint} A control call may take minutes: give the URL of the engine itself, or let "
                 "the gateway wait longer"

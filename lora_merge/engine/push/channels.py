@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ...errors import PushRefused
-from ...shards.ranks import Ranks
+from ...shards.ranks import RankLost, Ranks
 from ...stream.bucket_writer import BucketWriter
 from ...stream.direct_targets import DirectTargets, Sent
 from ..control.base import Control
@@ -241,7 +242,8 @@ class Trainer(TrainerRanks):
         if self.sessions or (weights and self.offered):  # an engine that is gone holds nothing
             await side_by_side(self.controls, lambda control: control.rpc("disconnect", **message), self.controls)
         self.offered = self.offered and not weights
-        await self.gather(None)
+        with suppress(RankLost):  # nobody waits for this one then
+            await self.gather(None)
         for sender, _ in self._rounds:
             sender.close()
         self._rounds, self._sessions, self._places, self._hosts, self._nbytes = [], {}, {}, {}, 0

@@ -14,6 +14,7 @@ import torch
 
 from ...choices import Cache, Lost, Pause, Rounding
 from ...errors import InvalidInput, PushFailed, PushRefused
+from ...shards.ranks import RankLost
 from ...stream.bucket_writer import BucketWriter
 from ...stream.buckets import Table, metas
 from ..control.calls import drive, side_by_side
@@ -135,6 +136,8 @@ class Pusher:
         except BaseException as error:
             # A call that an interrupt has left under way may take the lease again: `aclose` ends it once more.
             self._held = not await self._let_go() or not isinstance(error, Exception)
+            if isinstance(error, RankLost):
+                raise await self._without_rank(error) from error
             raise
         finally:
             self._planner.release()  # what was read and not sent: after a refusal, or for an adapter alone
@@ -147,12 +150,27 @@ class Pusher:
         errors = await side_by_side(controls, lambda control: control.rpc("end", owner=self._trainer.name), controls)
         return not any(errors)
 
+    async def _without_rank(self, lost: RankLost) -> PushFailed:
+        """Make the error for a push in which these ranks have lost another one: none of them can push any more."""
+        try:
+            states = [f"engine {index}: {state}" for index, state in enumerate(await self.astates())]
+            held = f"Now {'; '.join(states)}" if states else "What engines hold, the ranks with their handles say"
+        except PushRefused as error:
+            held = f"What engines hold is not known ({error})"
+        step = f" in the step {lost.step!r}" if lost.step else ""
+        return PushFailed(
+            f"the push broke off{step}, as this rank of the trainer could not go on without another one: {lost}. "
+            f"{held}. Dirty engines stay paused; {self._healing}. Start all ranks of the trainer anew, and push again"
+        )
+
     async def _push_to_those_left(self, mode: str, verify: bool) -> SyncReport:
         """Push. If lost engines are left out, and the push broke off because it lost some, push to the others anew.
         Then all of them hold the same, whatever the first attempt left in them."""
         for _ in range(ATTEMPTS - 1):
             try:
                 return await self._locked_push(mode, verify)
+            except RankLost:
+                raise
             except Exception as error:
                 if self._lost == "refuse" or not await self._lost_more(error):
                     raise
@@ -225,12 +243,12 @@ class Pusher:
                     through=through if ends and not verify else (),
                 )
                 await run(report)
+            await trainer.share(replicas)
         except BaseException:
-            # Interrupted: what an engine holds now decides whether it resumes.
+            # Interrupted, or a rank is lost: what an engine holds now decides whether it resumes.
             await self._back(replicas, held, last.state, name)
             self._keep_mode(before, replicas, held)
             raise
-        await trainer.share(replicas)
 
         # 4. Resume the engines that have not resumed by now: "end", which also ends the lease. One that failed is put
         #    into a defined state: "abort" where something was written to it, a resume where nothing was. One that only

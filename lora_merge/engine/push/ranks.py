@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ...errors import LoraMergeError, PushRefused
-from ...shards.ranks import Ranks
+from ...shards.ranks import Ranks, talking
 from ..control.base import Control
 from ..control.calls import on_this_device, side_by_side, to_its_end
 from ..transport.liveness import error_text, host_id
@@ -42,19 +42,22 @@ class Ended:
         """Note that the control call of a replica whose handle is here has ended."""
         self._known.add(index)
         if self._store is not None:
-            self._store.set(str(index), "")
+            with talking():
+                self._store.set(str(index), "")
 
     def forget(self) -> None:
         """Delete what is in the store, when no rank reads it any more."""
         if self._store is not None:
-            for index in self._known.difference(self._theirs):
-                self._store.delete_key(str(index))
+            with talking():
+                for index in self._known.difference(self._theirs):
+                    self._store.delete_key(str(index))
 
     def __call__(self) -> set[int]:
         """Return the indices of the replicas."""
         if self._theirs and self._store is not None and time.monotonic() > self._due:
             self._due = time.monotonic() + LOOK_S
-            self._known |= {index for index in self._theirs if self._store.check([str(index)])}
+            with talking():
+                self._known |= {index for index in self._theirs if self._store.check([str(index)])}
         return self._known
 
 

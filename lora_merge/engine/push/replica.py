@@ -10,6 +10,7 @@ from typing import Any
 
 from ...choices import Cache
 from ...errors import InvalidInput, PushFailed, PushRefused
+from ...shards.ranks import RankLost
 from ..control.base import Call, Control
 from ..messages import SharedExperts, WorkerInfo
 from ..state import State, change
@@ -17,8 +18,8 @@ from ..tenants import StaleRequests
 from ..transport.routing import WorkerId
 
 ONE_ENGINE = (
-    "several data-parallel engines behind one handle, of which only the first one's answers come back: give a "
-    "list of handles, one for each data-parallel rank"
+    "several data-parallel engines behind one handle (data_parallel_size, dp_size), of which only the first one's "
+    "answers come back: start them one by one, and give a list of handles, one for each"
 )
 
 
@@ -98,6 +99,9 @@ class SyncReport:
         begin = time.perf_counter()
         try:
             yield
+        except RankLost as lost:
+            lost.step = lost.step or phase
+            raise
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...shards.ranks import uninterrupted
 from ...stream.buckets import extent
 from ...stream.direct_targets import DirectTargets, Sent, joined
 from ...stream.double_buffer import DoubleBuffer
@@ -231,8 +232,9 @@ class Sender:
             if self._stopped:
                 raise TransferAborted("the push was cancelled")
             for step in steps(index):
-                self._begun += 1  # what fails before this has not met the other ranks in this step
-                step()
+                with uninterrupted(source.collective):
+                    self._begun += 1  # what fails before this has not met the other ranks in this step
+                    step()
             placed = index in route.placed and not self._drained
             if index not in turns:
                 return Received(index, None, placed)
