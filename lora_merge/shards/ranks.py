@@ -41,7 +41,7 @@ def talking() -> Iterator[None]:
     """Talk to the other ranks; raise `RankLost` in place of torch.distributed's own error."""
     try:
         yield
-    except (RankLost, torch.OutOfMemoryError):
+    except (RankLost, torch.OutOfMemoryError, torch.AcceleratorError):  # these say what is wrong here
         raise
     except RuntimeError as error:
         said = f"{type(error).__name__}: {error}".partition("\n")[0].partition(". ")[0]
