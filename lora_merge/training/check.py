@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -122,6 +122,16 @@ def check_own(module: nn.Module, known: Container[nn.Module]) -> None:
             "nn.DataParallel makes for each GPU (transformers' Trainer, where one process sees several): start a "
             "process for each GPU (torchrun, DistributedDataParallel), or let it see one (CUDA_VISIBLE_DEVICES=0). "
             "Copies by copy.deepcopy after training.pause() may be called"
+        )
+
+
+def check_called(awaited: Collection[nn.Module], layers: Mapping[nn.Module, Acting]) -> None:
+    """Raise `InvalidInput` if the forward of a layer that others have replaced did not call its base."""
+    for name in [layers[layer].name for layer in awaited if layer in layers][:1]:
+        raise InvalidInput(
+            f"{name}: its forward was replaced by one that does not call its base_layer, but reads weights by itself: "
+            "they are merged, and the adapters would get no gradients. Take it out (`del layer.forward`), have it call "
+            "the forward in whose place it is, or do not train on merged weights"
         )
 
 
