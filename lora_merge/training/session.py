@@ -66,6 +66,7 @@ class Training:
         self._model = model
         self._draws, self._drawn = 0, dict[int, int]()
         self._merged: MergedFrom | None = None
+        self._memory: list[object] = []  # of the adapters that are merged: none that take their place lie there
         self._states: list[MergedFrom] = []  # that were merged since adapters were written last, the newest at the end
         self._block = MergedBlock(model, rounding=rounding)
         self._hooks: list[Any] = []
@@ -75,6 +76,7 @@ class Training:
         self._bases, self._holders = Through(), Holders(self._standing)
         self._forward, self._computing = Forward(), set[int]()
         self._raised = self._sharded = self._closed = False
+        self._mode: bool | None = None  # `training` of the model in its last forward
         # One thread merges or brings the base back; which one. It has the model's turn before, if it needs one.
         self._lock, self._busy = RLock(), 0
         self._layers = check_trainable(model, rounding)
@@ -103,11 +105,13 @@ class Training:
             raise InvalidInput("this training on merged weights was closed: call train_merged(model) again")
         self._refresh(anew=True)
 
-    def _refresh(self, *, anew: bool = False) -> None:
+    def _refresh(self, *, anew: bool = False, mode: bool | None = None) -> None:
         """Merge as `refresh`.
 
         Args:
             anew: also where nothing is known to have changed.
+            mode: `training` of the model that is called. Where it has switched, averages may have been put in or taken
+                out through `.data`, which nothing counts.
         """
         if self._busy == get_ident():
             return
@@ -115,6 +119,8 @@ class Training:
             try:
                 self._busy = get_ident()
                 found, values = live(self._model), False
+                if mode is not None:
+                    anew, self._mode = self._mode is (not mode) and not others_compute(self._computing), mode
                 # What goes wrong on one rank alone is an error on all, before any of them waits for the others.
                 with found.ranks.vote("train_merged") as ballot:
                     if self._merged is not None:
@@ -261,6 +267,7 @@ class Training:
                 now = now._replace(inside=known.inside, number=known.number)
                 torch._C._autograd._unsafe_set_version_counter(now.weights, now.inside)
             self._layers, self._merged = layers, now
+            self._memory = [here(p).untyped_storage() for p in now.adapters]
             self._states = [*(one for one in states if one is not known), now][-_MERGED_STATES:]
             self._guard(values)
             let_read(layers, self)
@@ -291,7 +298,7 @@ class Training:
             self._block.leave()
             raise
         finally:
-            self._merged = None
+            self._merged, self._memory = None, []
 
     def _leave_still(self) -> None:
         """Bring the base back unless another thread computes with what is merged."""
@@ -351,7 +358,7 @@ class Training:
             check_untransformed()
             if raised:
                 Layout(self._model).give_up_forward()
-            self._refresh()
+            self._refresh(mode=module.training)
         self._computing.add(get_ident())
 
     @untraced
