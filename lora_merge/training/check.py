@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..choices import Rounding, check_choice
 from ..errors import InvalidInput, UnsupportedAdapter
@@ -133,6 +135,20 @@ def check_called(awaited: Collection[nn.Module], layers: Mapping[nn.Module, Acti
             "they are merged, and the adapters would get no gradients. Take it out (`del layer.forward`), have it call "
             "the forward in whose place it is, or do not train on merged weights"
         )
+
+
+def check_gradients(optimizer: Optimizer, adapters: Sequence[Tensor]) -> bool:
+    """Return True if an optimizer that is about to step holds some of the adapters; warn if none has a gradient."""
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = [p for p in adapters if id(p) in stepped]
+    if held and all(p.grad is None for p in held):
+        warnings.warn(
+            "lora_merge: an optimizer steps on adapters that are trained on merged weights, and none of them has a "
+            "gradient. Was backward() called? If so, something reads the weights without a call of the layers (as "
+            "Unsloth's kernels do), so that adapters get none: leave that out, or do not train on merged weights",
+            stacklevel=3,
+        )
+    return bool(held)
 
 
 def check_untransformed() -> None:

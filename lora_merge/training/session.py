@@ -31,7 +31,7 @@ from ..shards import here
 from ..shards.layout import Layout
 from ..shards.ranks import Ranks
 from . import gathered
-from .check import acting_layers, check_called, check_own, check_trainable, check_untransformed, tops
+from .check import acting_layers, check_called, check_gradients, check_own, check_trainable, check_untransformed, tops
 from .dora import with_rows, zero_rows
 from .experts import Holders
 from .forwards import Forward, others_compute
@@ -76,6 +76,7 @@ class Training:
         self._bases, self._holders = Through(), Holders(self._standing)
         self._forward, self._computing = Forward(), set[int]()
         self._raised = self._sharded = self._closed = False
+        self._steps = False  # whether an optimizer has stepped on adapters
         self._mode: bool | None = None  # `training` of the model in its last forward
         # One thread merges or brings the base back; which one. It has the model's turn before, if it needs one.
         self._lock, self._busy = RLock(), 0
@@ -330,6 +331,7 @@ class Training:
         """Bring the base back where an optimizer trains some of what is merged: it steps on the base, by the gradients
         of the merged weights."""
         if self._merged is not None:
+            self._steps = self._steps or check_gradients(optimizer, self._merged.adapters)
             merged = self._block.weights
             trained = {id(w) for w in self._merged.weights if w.requires_grad and any(here(w) is m for m in merged)}
             if trained and any(id(p) in trained for group in optimizer.param_groups for p in group["params"]):

@@ -193,6 +193,21 @@ def test_a_forward_that_computes_by_itself() -> None:
         model(X).sum().backward()
 
 
+def test_layers_that_are_not_called() -> None:
+    """What computes with their weights by itself, as Unsloth's kernels do, trains nothing."""
+    model, x = adapted(), X.clone().requires_grad_()
+    inner = model.base_model.model
+    inner.forward = lambda x: nn.functional.linear(x, inner.first.weight)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1e-3)
+    with train_merged(model):
+        model(x).sum().backward()
+        with pytest.warns(UserWarning, match="none of them has a gradient"):
+            optimizer.step()
+        del inner.forward
+        model(x).sum().backward()
+        optimizer.step()
+
+
 @pytest.mark.parametrize("before", ["nothing", "all of it", "the end"])
 def test_hooks_that_keep_an_input(before: str) -> None:
     """It is differentiated without the layer's output, perhaps after a backward pass through that."""
