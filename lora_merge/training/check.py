@@ -35,7 +35,7 @@ def check_trainable(model: nn.Module, rounding: Rounding = "nearest") -> dict[nn
             "train_merged: the model has no LoRA layers; pass the PeftModel, not its bare base. Full fine-tuning needs "
             "neither train_merged nor share=True: leave them out"
         )
-    if any(is_trained(layer) for _, layer in found):
+    if any(map(is_trained, model.modules())):
         raise InvalidInput("this model is being trained on merged weights already: close() that training first")
     whole = live(model)
     with whole.ranks.vote("train_merged"):

@@ -13,7 +13,7 @@ import models
 import pytest
 import torch
 from helpers import assert_same_bits
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
@@ -186,6 +186,22 @@ def test_parameters_that_are_replaced_twice() -> None:
             training.pause()
             with merged(model):
                 assert_same_bits(got, models.outputs(model))
+
+
+def test_a_base_that_is_adapted_anew() -> None:
+    """The training of its first adapters sees those that come after `unload()`, until it is closed."""
+    model = adapted(models.qwen2, target_modules=LINEARS)
+    first = train_merged(model)
+    loss_of(model)
+    anew: Any = get_peft_model(model.unload(), LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(InvalidInput, match="already: close"):
+        train_merged(anew)
+    first.close()
+    shake(anew)
+    with train_merged(anew):
+        loss_of(anew).backward()
+    assert all(not parameter.eq(0).all() for parameter in gradients(anew).values())
+    assert not any("forward" in vars(module) for module in anew.modules())
 
 
 @contextmanager
