@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+import warnings
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..choices import Rounding, check_choice
 from ..errors import InvalidInput, UnsupportedAdapter
@@ -33,7 +35,7 @@ def check_trainable(model: nn.Module, rounding: Rounding = "nearest") -> dict[nn
             "train_merged: the model has no LoRA layers; pass the PeftModel, not its bare base. Full fine-tuning needs "
             "neither train_merged nor share=True: leave them out"
         )
-    if any(is_trained(layer) for _, layer in found):
+    if any(map(is_trained, model.modules())):
         raise InvalidInput("this model is being trained on merged weights already: close() that training first")
     whole = live(model)
     with whole.ranks.vote("train_merged"):
@@ -123,6 +125,30 @@ def check_own(module: nn.Module, known: Container[nn.Module]) -> None:
             "process for each GPU (torchrun, DistributedDataParallel), or let it see one (CUDA_VISIBLE_DEVICES=0). "
             "Copies by copy.deepcopy after training.pause() may be called"
         )
+
+
+def check_called(awaited: Collection[nn.Module], layers: Mapping[nn.Module, Acting]) -> None:
+    """Raise `InvalidInput` if the forward of a layer that others have replaced did not call its base."""
+    for name in [layers[layer].name for layer in awaited if layer in layers][:1]:
+        raise InvalidInput(
+            f"{name}: its forward was replaced by one that does not call its base_layer, but reads weights by itself: "
+            "they are merged, and the adapters would get no gradients. Take it out (`del layer.forward`), have it call "
+            "the forward in whose place it is, or do not train on merged weights"
+        )
+
+
+def check_gradients(optimizer: Optimizer, adapters: Sequence[Tensor]) -> bool:
+    """Return True if an optimizer that is about to step holds some of the adapters; warn if none has a gradient."""
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = [p for p in adapters if id(p) in stepped]
+    if held and all(p.grad is None for p in held):
+        warnings.warn(
+            "lora_merge: an optimizer steps on adapters that are trained on merged weights, and none of them has a "
+            "gradient. Was backward() called? If so, something reads the weights without a call of the layers (as "
+            "Unsloth's kernels do), so that adapters get none: leave that out, or do not train on merged weights",
+            stacklevel=3,
+        )
+    return bool(held)
 
 
 def check_untransformed() -> None:

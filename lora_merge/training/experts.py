@@ -14,7 +14,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,11 +27,11 @@ from ..names import innermost, path_of
 from . import expert_products as products
 from .expert_products import Factors
 from .layers import Acting
+from .through import Through
 
 
 class Holders:
-    """Modules whose parameters adapters change. Their forwards are called through here from `cover` to `release`: once
-    for all, as a plan of a merge is made anew when a base has another forward.
+    """Modules whose parameters adapters change. Their forwards are called through here from `cover` to `release`.
 
     Args:
         standing: returns what a backward pass asks before it reads the parameters; None where a forward that begins now
@@ -42,7 +41,7 @@ class Holders:
     def __init__(self, standing: Callable[[], Callable[[], object] | None]) -> None:
         self._standing = standing
         self._adapted: dict[nn.Module, list[Acting]] = {}
-        self._calls: dict[nn.Module, tuple[Callable[..., Any], Any]] = {}
+        self._through = Through()
 
     def cover(self, adapted: Iterable[Acting]) -> None:
         """Take over the forwards of the modules that are adapted now."""
@@ -50,19 +49,12 @@ class Holders:
         for found in adapted:
             if path_of(type(found.layer)) == PARAMETER:
                 self._adapted.setdefault(innermost(found.layer), []).append(found)
-        for holder in self._adapted.keys() - self._calls.keys():
-            own = vars(holder).get("forward")
-            forward = partial(type(holder).forward, holder) if own is None else own
-            self._calls[holder] = partial(self._call, holder, forward), own
-            vars(holder)["forward"] = self._calls[holder][0]
+        for holder in self._adapted:
+            self._through.take(holder, self._call)
 
     def release(self) -> None:
-        """Give the modules their own forwards back. What others have put around them since passes calls on."""
-        for holder, (call, own) in self._calls.items():
-            inside = vars(holder)
-            if inside.get("forward") is call:
-                inside.pop("forward") if own is None else inside.update(forward=own)
-        self._calls.clear()
+        """Give the modules their own forwards back."""
+        self._through.release()
         self._adapted.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:

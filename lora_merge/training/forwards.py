@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
 from threading import get_ident
 from types import FrameType
 
 from torch import nn
-
-from .straight import Held
 
 _CALL = nn.Module._call_impl.__code__
 
@@ -20,12 +17,12 @@ class Forward(threading.local):
 
     Attributes:
         outermost: the module that holds all adapter layers, and was called first; None: it is in no such one.
-        held: of layers that are being called, what their outputs then want.
+        awaited: layers with a forward of their own that were called, and whose bases were not yet.
     """
 
     def __init__(self) -> None:
         self.outermost: nn.Module | None = None
-        self.held: dict[nn.Module, Sequence[Held]] = {}
+        self.awaited = set[nn.Module]()
 
 
 def others_compute(threads: set[int]) -> bool:

@@ -1,8 +1,8 @@
 """Adapters whose parameters are not at hand in a layer's forward: FSDP1 and DeepSpeed ZeRO-3 gather them for a call of
-their modules alone, tensor parallelism cuts what comes in and goes out there.
+their modules alone.
 
 Their modules are called as PEFT calls them. What they give is thrown away, as it lies in the merged weight already; the
-way back through them is kept. Hooks of whatever gathers, cuts and reduces then see what they see in PEFT's forward.
+way back through them is kept. Hooks of whatever gathers and reduces then see what they see in PEFT's forward.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 
-from ..errors import InvalidInput
 from ..names import innermost
 from ..shards import zero3
 
@@ -63,25 +62,10 @@ def is_gathered(half: nn.Module) -> bool:
 
 
 def attach(y: Tensor, x: Tensor, layer: Any, adapter: str, scaling: float, ready: Callable[[], object]) -> Tensor:
-    """Return a layer's output with the way back to an adapter, through its modules.
-
-    Raises:
-        InvalidInput: they give another shape than the layer.
-    """
+    """Return a layer's output with the way back to an adapter, through its modules."""
     lora_A, lora_B = layer.lora_A[adapter], layer.lora_B[adapter]
     x = Input.apply(x)
     added = lora_B(lora_A(layer._cast_input_dtype(x, lora_A.weight.dtype))) * scaling
-    return carry(y, added, ready)
-
-
-def carry(y: Tensor, added: Tensor, ready: Callable[[], object]) -> Tensor:
-    """Return `y` with the way back to what is added."""
-    if added.shape != y.shape:
-        raise InvalidInput(
-            f"train_merged: an adapter gives {tuple(added.shape)} where its layer gives {tuple(y.shape)}: it is "
-            "not cut as its base is; leave lora_A and lora_B out of the plan of parallelize_module, or cut them so "
-            "that PEFT's own forward runs"
-        )
     return Carried.apply(y, added, ready)
 
 

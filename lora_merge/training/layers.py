@@ -49,7 +49,7 @@ class Acting:
         parameters: theirs, and of sharded ones what is here of them.
         weights: base parameters that hold them while they are merged.
         name: of the layer.
-        cut: whether tensor parallelism has cut the base's weight, and the adapters are not called for it.
+        cut: whether tensor parallelism has cut the base's weight.
         rows: DoRA's, as merged; None: there are none, or nothing is merged yet.
     """
 
@@ -89,11 +89,7 @@ class Acting:
         """Return the layer's input, with the way back to the parameters of the adapters, and what `attach` then wants.
         Nothing where the way back has to begin at the output."""
         plain = path_of(type(self.layer)) == LINEAR and self.rows is None and x.requires_grad
-        # A unit of FSDP2's own is gathered after this. What is asked here has one answer whenever a layer is called:
-        # gradient checkpointing compares what is kept.
-        plain = plain and not fsdp2.is_unit(type(self.layer))
-        # Hooks of others come after this one, and may give the layer another input.
-        plain = plain and len(self.layer._forward_pre_hooks) == 1
+        plain = plain and not self.cut
         halves = [_halves(self.layer, adapter) for adapter in self.adapters] if plain else []
         if not all(_is_at_hand(half) for pair in halves for half in pair):
             return x, []
@@ -109,6 +105,8 @@ class Acting:
             y, x: output and input.
             held: of `attach_to_input`, which `x` comes from then.
         """
+        if self.cut:
+            return self._attach_cut(y, x, ready)
         if held:
             return straight.Output.apply(y, held, ready)
         way = _WAYS[path_of(type(self.layer))]
@@ -121,7 +119,7 @@ class Acting:
             y = straight.Magnitude.apply(y, x, magnitude, bias, channels, self.rows, ready)
         return y
 
-    def attach_to_base(self, y: Tensor, x: Tensor, ready: Ready) -> Tensor:
+    def _attach_cut(self, y: Tensor, x: Tensor, ready: Ready) -> Tensor:
         """Return the output of the base, a DTensor, with the way back to the parameters of the adapters."""
         for adapter, scaling in zip(self.adapters, self.scalings, strict=True):
             lora_A, lora_B = _halves(self.layer, adapter)
@@ -239,7 +237,7 @@ def _check(name: str, layer: Any, adapter: str, dropout: Any) -> None:
 
 
 def cut_of(name: str, acts: Acting, units: list[Any]) -> bool:
-    """Return True if tensor parallelism has cut the base of a layer, and its adapters are not called as it is.
+    """Return True if tensor parallelism has cut the base of a layer.
 
     Args:
         units: of FSDP2.
@@ -258,7 +256,7 @@ def cut_of(name: str, acts: Acting, units: list[Any]) -> bool:
             f"{name}: tensor parallelism has cut the weight of a {path}, with lora_bias or DoRA perhaps; on a cut "
             "weight only LoRA on Linear layers without these can be trained on merged weights: shard it with FSDP2"
         )
-    return not any(map(gathered.is_gathered, halves))
+    return True
 
 
 def _is_dora(layer: Any, adapter: str) -> bool:

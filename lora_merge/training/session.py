@@ -8,7 +8,7 @@ from itertools import repeat
 from operator import attrgetter
 from threading import RLock, get_ident
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +24,14 @@ from ..models.guards import guarded, refuse
 from ..models.live import Live, live
 from ..models.pausing import note_training
 from ..models.peft.chosen import turn
+from ..models.peft.layer import PARAMETER
 from ..models.steps import tell
+from ..names import path_of
 from ..shards import here
 from ..shards.layout import Layout
 from ..shards.ranks import Ranks
 from . import gathered
-from .check import acting_layers, check_own, check_trainable, check_untransformed, tops
+from .check import acting_layers, check_called, check_gradients, check_own, check_trainable, check_untransformed, tops
 from .dora import with_rows, zero_rows
 from .experts import Holders
 from .forwards import Forward, others_compute
@@ -37,6 +39,7 @@ from .layers import Acting, acts_in, layers_of
 from .merged_from import MergedFrom, facts_of, merged_from, state_of
 from .states import before_states
 from .straight import this_backward
+from .through import Through
 
 _VERSION = attrgetter("_version")
 _STATES = 64
@@ -63,14 +66,18 @@ class Training:
         self._model = model
         self._draws, self._drawn = 0, dict[int, int]()
         self._merged: MergedFrom | None = None
+        self._memory: list[object] = []  # of the adapters that are merged: none that take their place lie there
         self._states: list[MergedFrom] = []  # that were merged since adapters were written last, the newest at the end
         self._block = MergedBlock(model, rounding=rounding)
         self._hooks: list[Any] = []
         self._guards: list[tuple[Sequence[nn.Module], Iterable[str]]] = []
-        self._hooked = WeakKeyDictionary[nn.Module, int]()  # and the number of its hook on the output
-        self._holders = Holders(self._standing)
+        self._hooked = WeakSet[nn.Module]()
+        self._around: dict[nn.Module, list[nn.Module]] = {}  # of a base, the layers that adapt it
+        self._bases, self._holders = Through(), Holders(self._standing)
         self._forward, self._computing = Forward(), set[int]()
         self._raised = self._sharded = self._closed = False
+        self._steps = False  # whether an optimizer has stepped on adapters
+        self._mode: bool | None = None  # `training` of the model in its last forward
         # One thread merges or brings the base back; which one. It has the model's turn before, if it needs one.
         self._lock, self._busy = RLock(), 0
         self._layers = check_trainable(model, rounding)
@@ -99,11 +106,13 @@ class Training:
             raise InvalidInput("this training on merged weights was closed: call train_merged(model) again")
         self._refresh(anew=True)
 
-    def _refresh(self, *, anew: bool = False) -> None:
+    def _refresh(self, *, anew: bool = False, mode: bool | None = None) -> None:
         """Merge as `refresh`.
 
         Args:
             anew: also where nothing is known to have changed.
+            mode: `training` of the model that is called. Where it has switched, averages may have been put in or taken
+                out through `.data`, which nothing counts.
         """
         if self._busy == get_ident():
             return
@@ -111,6 +120,8 @@ class Training:
             try:
                 self._busy = get_ident()
                 found, values = live(self._model), False
+                if mode is not None:
+                    anew, self._mode = self._mode is (not mode) and not others_compute(self._computing), mode
                 # What goes wrong on one rank alone is an error on all, before any of them waits for the others.
                 with found.ranks.vote("train_merged") as ballot:
                     if self._merged is not None:
@@ -161,6 +172,7 @@ class Training:
             for hook in self._hooks:
                 hook.remove()
             self._hooks.clear()
+            self._bases.release()
             self._holders.release()
             layers = [layer for _, layer in layers_of(self._model)]
             for module in [*tops(self._model, layers), *layers]:
@@ -256,6 +268,7 @@ class Training:
                 now = now._replace(inside=known.inside, number=known.number)
                 torch._C._autograd._unsafe_set_version_counter(now.weights, now.inside)
             self._layers, self._merged = layers, now
+            self._memory = [here(p).untyped_storage() for p in now.adapters]
             self._states = [*(one for one in states if one is not known), now][-_MERGED_STATES:]
             self._guard(values)
             let_read(layers, self)
@@ -265,26 +278,17 @@ class Training:
         self.merges += 1
 
     def _hook(self, layers: dict[nn.Module, Acting]) -> None:
-        """Have layers look for changes before they are called, and give adapters their gradients after."""
+        """Have layers look for changes before they are called, and bases give adapters their gradients."""
         self._holders.cover(layers.values())
-        for layer in layers:
+        self._around = {}
+        for layer, acts in layers.items():
             if layer not in self._hooked:
                 note_training(layer, self)
-                before = layer.register_forward_pre_hook(self._before_layer, prepend=True, with_kwargs=True)
-                # Before what FSDP and ZeRO-3 do after a forward: they let go of the adapters' parameters.
-                after = layer.register_forward_hook(self._after_layer, prepend=True, with_kwargs=True)
-                self._hooked[layer] = after.id
-                self._hooks += [before, after]
-            if layers[layer].cut and (base := layers[layer].base) not in self._hooked:
-                at_base = partial(self._after_base, layer)
-                self._hooks.append(base.register_forward_hook(at_base, prepend=True, with_kwargs=True))
-                self._hooked[base] = self._hooks[-1].id
-
-    def _put_first(self, layers: Iterable[nn.Module]) -> None:
-        """Have outputs come here first: what others put before since (`prepend=True`) may change them."""
-        for layer in layers:
-            if len(layer._forward_hooks) > 1:
-                layer._forward_hooks.move_to_end(self._hooked[layer], last=False)  # type: ignore[attr-defined]
+                self._hooks.append(layer.register_forward_pre_hook(self._before_layer, prepend=True))
+                self._hooked.add(layer)
+            if path_of(type(layer)) != PARAMETER:  # which the holders see to
+                self._around.setdefault(acts.base, []).append(layer)
+                self._bases.take(acts.base, self._at_base)
 
     def _leave(self) -> None:
         if self._merged is not None:
@@ -295,7 +299,7 @@ class Training:
             self._block.leave()
             raise
         finally:
-            self._merged = None
+            self._merged, self._memory = None, []
 
     def _leave_still(self) -> None:
         """Bring the base back unless another thread computes with what is merged."""
@@ -327,6 +331,7 @@ class Training:
         """Bring the base back where an optimizer trains some of what is merged: it steps on the base, by the gradients
         of the merged weights."""
         if self._merged is not None:
+            self._steps = self._steps or check_gradients(optimizer, self._merged.adapters)
             merged = self._block.weights
             trained = {id(w) for w in self._merged.weights if w.requires_grad and any(here(w) is m for m in merged)}
             if trained and any(id(p) in trained for group in optimizer.param_groups for p in group["params"]):
@@ -350,12 +355,12 @@ class Training:
         if here.outermost in self._tops[: self._tops.index(module)]:
             return
         raised, here.outermost = self._raised or here.outermost is not None, module
+        here.awaited.clear()
         if not self._elsewhere():
             check_untransformed()
             if raised:
                 Layout(self._model).give_up_forward()
-            self._refresh()
-        self._put_first(self._layers)
+            self._refresh(mode=module.training)
         self._computing.add(get_ident())
 
     @untraced
@@ -363,6 +368,8 @@ class Training:
         if module is self._forward.outermost:
             self._forward.outermost, self._raised = None, output is None
             self._computing.discard(get_ident())
+            if output is not None:
+                check_called(self._forward.awaited, self._layers)
         if self._sharded and self._merged is not None and torch.is_grad_enabled():
             # Once units are gathered for a backward pass, it is too late to merge for it.
             gathered.ask_first(output, self._ready())
@@ -371,22 +378,15 @@ class Training:
         """Return True inside a `merged` block of the user's, which leaves nothing to do here."""
         return self._merged is None and any(vars(layer).get("merged_adapters") for layer in self._layers)
 
-    def _before_layer(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Merge where a part of the model is called by itself, after a change that no forward of the whole has seen.
-        Then begin the way back to the adapters where it can begin at the layer's input."""
+    def _before_layer(self, layer: nn.Module, args: Any) -> None:
+        """Merge where a part of the model is called by itself, after a change that no forward of the whole has seen."""
         if torch.compiler.is_compiling() or self._closed:
-            return None
+            return
         check_own(layer, self._layers)
-        held = self._forward.held
-        held.pop(layer, None)
-        if self._forward.outermost is None:
-            self._put_first((layer,))
         if self._busy != get_ident() and self._is_due(layer):
             self._refresh()
-        if self._merged is None or not torch.is_grad_enabled() or self._layers[layer].cut or not args:
-            return None
-        x, held[layer] = self._layers[layer].attach_to_input(args[0])
-        return (x, *args[1:]), kwargs
+        if "forward" in vars(layer) and self._merged is not None and torch.is_grad_enabled():
+            self._forward.awaited.add(layer)
 
     def _is_due(self, layer: nn.Module) -> bool:
         """Return True if the adapters have to be merged before a layer is called."""
@@ -405,20 +405,24 @@ class Training:
             )
         return left
 
-    def _after_layer(self, layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
-        """Give the adapters of a layer their gradients."""
-        if self._merged is None or not torch.is_grad_enabled() or self._layers[layer].cut:
-            return None
-        held = () if torch.compiler.is_compiling() else self._forward.held.pop(layer, ())
-        x, acts = args[0] if args else next(iter(kwargs.values())), self._layers[layer]
-        return acts.attach(output, x, self._ready(acts), held)
-
-    def _after_base(self, layer: nn.Module, base: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
-        """Give the adapters of a layer whose base tensor parallelism has cut their gradients."""
-        if self._merged is None or not torch.is_grad_enabled() or not self._layers[layer].cut:
-            return None
-        x, acts = args[0] if args else next(iter(kwargs.values())), self._layers[layer]
-        return acts.attach_to_base(output, x, self._ready(acts))
+    def _at_base(self, base: nn.Module, forward: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
+        """Call a base's own forward, and give the adapters of the layers around it their gradients."""
+        if self._closed or self._merged is None or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        layers = self._around.get(base, ())
+        adapted = [self._layers[layer] for layer in layers if layer in self._layers]
+        held: list[Any] = [()] * len(adapted)
+        x, *rest = args or kwargs.values()
+        if args and not torch.compiler.is_compiling():
+            self._forward.awaited.difference_update(layers)
+            # Where the way back to the adapters can begin at the input, it does.
+            for number, acts in enumerate(adapted):
+                x, held[number] = acts.attach_to_input(x)
+            args = (x, *rest)
+        y = forward(*args, **kwargs)
+        for acts, some in zip(adapted, held, strict=True):
+            y = acts.attach(y, x, self._ready(acts), some)
+        return y
 
     def _standing(self) -> Callable[[], None] | None:
         """Return `_ready` of a forward that begins now; None where it has no merged weights or no gradients."""

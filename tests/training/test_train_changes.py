@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import models
 import pytest
 import torch
 from helpers import assert_same_bits
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
@@ -171,3 +171,65 @@ def test_a_base_that_is_trained_itself(build: Callable[[], Any]) -> None:
         assert training.merges == 4
     for (name, wanted), got in zip(peft.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_parameters_that_are_replaced_twice() -> None:
+    """As MeZO does, by `.data`: what lies where the first has lain is another one."""
+    model = adapted(models.qwen2, target_modules=["q_proj"])
+    parameter = layer_of(model).lora_B["default"].weight
+    with train_merged(model) as training, torch.no_grad():
+        for _ in range(30):
+            models.outputs(model)
+            for _ in range(2):
+                parameter.data = parameter.data * 1.1
+            got = models.outputs(model)
+            training.pause()
+            with merged(model):
+                assert_same_bits(got, models.outputs(model))
+
+
+def test_a_base_that_is_adapted_anew() -> None:
+    """The training of its first adapters sees those that come after `unload()`, until it is closed."""
+    model = adapted(models.qwen2, target_modules=LINEARS)
+    first = train_merged(model)
+    loss_of(model)
+    anew: Any = get_peft_model(model.unload(), LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(InvalidInput, match="already: close"):
+        train_merged(anew)
+    first.close()
+    shake(anew)
+    with train_merged(anew):
+        loss_of(anew).backward()
+    assert all(not parameter.eq(0).all() for parameter in gradients(anew).values())
+    assert not any("forward" in vars(module) for module in anew.modules())
+
+
+@contextmanager
+def averaged(model: nn.Module) -> Iterator[None]:
+    """As torch_ema and diffusers' EMAModel do: past version counters."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    kept = [p.data.clone() for p in trained]
+    for parameter in trained:
+        parameter.data.copy_(parameter.data / 2)
+    yield
+    for parameter, before in zip(trained, kept, strict=True):
+        parameter.data.copy_(before)
+
+
+def test_averages_for_an_evaluation() -> None:
+    """A forward computes with what the adapters hold, on both ways."""
+    model = adapted(models.qwen2, target_modules=LINEARS).train()
+    with train_merged(model) as training:
+        before = loss_of(model)
+        with averaged(model), torch.no_grad():
+            model.eval()
+            got = loss_of(model)
+            training.pause()
+            with merged(model):
+                assert_same_bits(got, loss_of(model))
+        model.train()
+        after = loss_of(model)
+        assert_same_bits(after, before)
+        assert got != before
+        before.backward()
+        after.backward()

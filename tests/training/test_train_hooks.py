@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from contextlib import nullcontext
+from functools import partial, wraps
 from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.checkpoint import checkpoint
 
-from lora_merge import InvalidInput, train_merged
+from lora_merge import InvalidInput, merged, train_merged
 from tests.training.test_formulas import assert_close, gradients
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
@@ -69,6 +73,139 @@ def test_hooks_that_change_an_input(change: Callable[[Tensor], Tensor], checkpoi
         model(X).square().sum().backward()
 
     assert_as_peft(run, checkpointed)
+
+
+def patched(module: Any, change: Callable[[Tensor], Tensor]) -> None:
+    before = module.forward
+    module.forward = wraps(before)(lambda x: change(before(change(x))))
+
+
+class Changes(ModelHook):
+    """accelerate's hooks replace `forward`, too."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.change = change
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return (self.change(args[0]), *args[1:]), kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        return self.change(output)
+
+
+def hooked(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    add_hook_to_module(module, Changes(change))
+
+
+@pytest.mark.parametrize("when", ["before", "after", "between two forwards"])
+@pytest.mark.parametrize("patch", [patched, hooked])
+def test_forwards_that_were_replaced(patch: Callable[..., None], when: str) -> None:
+    """Adapters get the gradients of what the base has computed with and given, whatever is around it."""
+    model, plain = adapted(), adapted()
+    with pytest.warns(UserWarning, match="make sure") if patch is patched else nullcontext():
+        patch(layer_of(plain, "middle"), lambda x: 3 * x)
+        if when == "before":
+            patch(layer_of(model, "middle"), lambda x: 3 * x)
+        with train_merged(model):
+            if when == "between two forwards":
+                model(X)
+            if when != "before":
+                patch(layer_of(model, "middle"), lambda x: 3 * x)
+            for one in (model, plain):
+                one(X).square().sum().backward()
+    assert_close(gradients(model), {n: g.double() for n, g in gradients(plain).items()}, 1e-4)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_of_accelerate_on_a_base(when: str) -> None:
+    """They are of the merged weight: it has the gradient of what comes in behind them. Each training gives bases their
+    own forwards back."""
+    model: Any = adapted()
+    base: Any = layer_of(model, "last").base_layer
+    own, outcome = base.forward, list[dict[str, Tensor]]()
+    if when == "before":
+        hooked(base, lambda x: 3 * x)
+    for _ in range(2):
+        model.zero_grad()
+        with train_merged(model):
+            if when == "after" and not outcome:
+                hooked(base, lambda x: 3 * x)
+            model(X).square().sum().backward()
+            outcome.append(gradients(model))
+    weights = {n.replace(".base_layer", ""): p for n, p in plain_weights(model).items()}
+    plain = Three()
+    plain.load_state_dict(weights)
+    hooked(plain.last, lambda x: 3 * x)
+    plain(X).square().sum().backward()
+    lora_A, lora_B = (layer_of(model, "last").get_parameter(f"lora_{half}.default.weight").double() for half in "AB")
+    whole = plain.last.weight.grad.double() * layer_of(model, "last").scaling["default"]  # type: ignore
+    wanted = {"lora_A": lora_B.t() @ whole, "lora_B": whole @ lora_A.t()}
+    for found in outcome:
+        assert_close({h: found[f"base_model.model.last.{h}.default.weight"] for h in wanted}, wanted, 1e-4)
+    remove_hook_from_module(base)
+    assert base.forward == own
+
+
+def plain_weights(model: Any) -> dict[str, Tensor]:
+    with merged(model):
+        return {n: p.detach().clone() for n, p in model.base_model.model.named_parameters() if "lora_" not in n}
+
+
+GLOBAL: dict[str, Callable[[], Any]] = {
+    "input of a layer": lambda: register_module_forward_pre_hook(
+        lambda module, args: (3 * args[0],) if isinstance(module, LoraLayer) else None  # type: ignore[arg-type]
+    ),
+    "output of a layer": lambda: register_module_forward_hook(
+        lambda module, args, output: 3 * output if isinstance(module, LoraLayer) else None
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GLOBAL)
+def test_global_hooks(name: str) -> None:
+    """They come before those of any module."""
+
+    def run(model: Any) -> None:
+        hook = GLOBAL[name]()
+        model(X).square().sum().backward()
+        hook.remove()
+
+    assert_as_peft(run)
+
+
+def test_a_forward_that_computes_by_itself() -> None:
+    """It reads merged weights, and adapters would be added once more, without gradients."""
+    model = adapted()
+    layer: Any = layer_of(model, "middle")
+
+    def forward(x: Tensor) -> Tensor:
+        y: Tensor = nn.functional.linear(x, layer.base_layer.weight) + layer.lora_B.default(layer.lora_A.default(x))
+        return y
+
+    with train_merged(model):
+        layer.forward = forward
+        with (
+            pytest.warns(UserWarning, match="make sure"),
+            pytest.raises(InvalidInput, match=r"^middle: its forward was replaced by one that does not call"),
+        ):
+            model(X)
+        del layer.forward
+        model(X).sum().backward()
+
+
+def test_layers_that_are_not_called() -> None:
+    """What computes with their weights by itself, as Unsloth's kernels do, trains nothing."""
+    model, x = adapted(), X.clone().requires_grad_()
+    inner = model.base_model.model
+    inner.forward = lambda x: nn.functional.linear(x, inner.first.weight)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1e-3)
+    with train_merged(model):
+        model(x).sum().backward()
+        with pytest.warns(UserWarning, match="none of them has a gradient"):
+            optimizer.step()
+        del inner.forward
+        model(x).sum().backward()
+        optimizer.step()
 
 
 @pytest.mark.parametrize("before", ["nothing", "all of it", "the end"])
