@@ -113,8 +113,9 @@ class Publisher:
         Raises:
             PushRefused: somebody else has published into the store since this publisher's last version.
             InvalidInput: something is trained that PEFT's format does not hold; the store holds versions of another
-                base, or cannot be written to. No version is visible then.
+                base.
             UnsupportedAdapter, AlreadyMerged: as for `MergedWeights`.
+            OSError, and what else the store's library raises: the store cannot be read, or not be written to.
         """
         begin = time.perf_counter()
         with self._world.vote("publish"), turn(self._model):
@@ -194,7 +195,7 @@ class Publisher:
             self._store.retain(self._keep)
         except Exception as error:  # a store's library has errors of its own
             warnings.warn(
-                f"old versions of {self._store.url} could not be removed, and stay: {type(error).__name__}: {error}",
+                f"old versions of {self._store.url} could not be removed, and stay: {self._store.told(error)}",
                 stacklevel=4,
             )
 

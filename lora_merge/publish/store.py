@@ -26,6 +26,7 @@ from typing import Any
 from ..errors import InvalidInput, PushRefused
 from ..extras import needed
 from ..leftovers import Scratch
+from ..logs import shown, words_of
 from .keys import key_of
 from .manifest import MANIFEST, Manifest, check_file
 
@@ -43,6 +44,7 @@ class Store:
         key: with which manifests are signed and have to be; as of `key_of`.
 
     Attributes:
+        url: as lines and errors have it: without a password, or a query.
         run: name of the store: the last part of its URL.
         folder: where it is in this machine's file system; None for object stores.
 
@@ -52,24 +54,37 @@ class Store:
     """
 
     def __init__(self, url: str | os.PathLike[str], key: str | bytes | None = None) -> None:
-        self.url, self.key = os.fspath(url), key_of(key)
+        self._given, self.key = os.fspath(url), key_of(key)
+        self.url = shown(self._given)
         with needed("a store of versions needs fsspec", "'lora-merge[publish]'", "fsspec"):
             import fsspec
             from fsspec.implementations.local import LocalFileSystem
         try:
-            self.fs, root = fsspec.core.url_to_fs(self.url)
+            self.fs, root = fsspec.core.url_to_fs(self._given)
         except ValueError as error:
-            raise InvalidInput(f"{self.url} is no URL of a store: {error}") from error
+            raise InvalidInput(f"{self.url} is no URL of a store: {self.told(error)}") from error
         except ImportError as error:
             with needed(f"{self.url} needs a package of fsspec's ({error})", "'lora-merge[s3]', or that one", ""):
                 raise ModuleNotFoundError(str(error), name="") from error
         self.folder = Path(root) if isinstance(self.fs, LocalFileSystem) else None
         self.root = root.rstrip("/")
-        if not self.url:
+        if not self._given:
             raise InvalidInput("the URL of the store is empty: expected a folder or a URL of fsspec's")
         above = () if self.folder is None else (self.folder, *self.folder.parents)
-        if file := next(filter(os.path.isfile, above), None):
-            raise InvalidInput(f"{self.url} is no store: {file} is a file, expected a folder")
+        if file := next((p for p in above if p.is_file() or (p.is_symlink() and not p.exists())), None):
+            what = "a link that leads nowhere" if file.is_symlink() else "a file"
+            raise InvalidInput(f"{self.url} is no store: {file} is {what}, expected a folder")
+        if self.folder is None and re.search(r"[*?[]", re.sub(r"^\w+://[^/?]*", "", root)):
+            # Also what is removed: versions of other stores, as if they were this one's.
+            raise InvalidInput(
+                f"{self.url} is no URL of a store: fsspec reads *, ? and [ in it as a pattern, of which other stores "
+                "may be, and a query is part of no store's; leave them out"
+            )
+        if "://" not in root and shown(root) != root:
+            raise InvalidInput(
+                f"{self.url} is no URL of a store: {self.url.partition(':')[0]}:// takes no user or password in it; "
+                "set them as its library reads them, in the environment or in a configuration"
+            )
         self._scratch: Scratch | None = None
         self.run = _NAME.sub("-", self.root.rpartition("/")[2]) or "store"
 
@@ -132,6 +147,10 @@ class Store:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         return folder
+
+    def told(self, error: Exception) -> str:
+        """Return an error of the store's library in words, without the secrets of its URL."""
+        return words_of(error, self._given)
 
     def where(self, version: int) -> str:
         """Return a version in words, for errors."""
@@ -244,8 +263,11 @@ class Store:
             return
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         written = Path(f"{path}.{token_hex(4)}")
-        written.write_bytes(data)
-        written.replace(path)
+        try:
+            written.write_bytes(data)
+            written.replace(path)
+        finally:
+            written.unlink(missing_ok=True)  # a full disk takes its name, if not what is in it
 
     # ---- how ---------------------------------------------------------------------------------------------------------
 

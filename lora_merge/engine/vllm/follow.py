@@ -29,7 +29,7 @@ from secrets import token_hex
 from typing import Any
 
 from ...errors import InvalidInput
-from ...logs import announce
+from ...logs import announce, shown
 from . import internals
 from .stand_in import stands_in
 
@@ -70,7 +70,7 @@ class Following:
             return
         await self._tried.wait()
         if not self._serves.is_set():
-            why = f"this engine follows {self._url} and serves no version of it yet: {self._failed}"
+            why = f"this engine follows {shown(self._url)} and serves no version of it yet: {self._failed}"
             if internals.has("GracefulHTTPError"):
                 raise internals.GracefulHTTPError(why, HTTPStatus.SERVICE_UNAVAILABLE)
             raise RuntimeError(why)
@@ -82,14 +82,15 @@ class Following:
         # Containers that share a host's name may share process ids, too.
         name = f"{socket.gethostname()}-{os.getpid()}-{token_hex(2)}"
         model = str(self._engine.vllm_config.model_config.model)
-        command = [sys.executable, "-m", _PROCESS, str(there.fileno()), self._url, model, name]
+        connection = Connection(here.detach())
+        connection.send((self._url, model, name))  # not on the command line, which other users see
+        command = [sys.executable, "-m", _PROCESS, str(there.fileno())]
         # It works on the CPU alone, and holds nothing of a GPU.
         environment = {k: v for k, v in os.environ.items() if k != VARIABLE} | {"CUDA_VISIBLE_DEVICES": ""}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         with there:
             self._process = subprocess.Popen(command, pass_fds=[there.fileno()], env=environment)
         self._loop = loop  # from here on requests wait for it
-        connection = Connection(here.detach())
         threading.Thread(target=self._listen, args=(connection,), daemon=True, name="lora_merge_follow").start()
 
     def lose(self) -> None:
@@ -124,7 +125,7 @@ class Following:
                         announce(*said)
         except (EOFError, OSError):
             if self._process is not None:
-                _log.error("%s=%s: %s", VARIABLE, self._url, _ENDED)
+                _log.error("%s=%s: %s", VARIABLE, shown(self._url), _ENDED)
                 with contextlib.suppress(RuntimeError):  # of an event loop that has ended, too
                     self._loop.call_soon_threadsafe(self._note, _ENDED)
 
