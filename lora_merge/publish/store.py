@@ -103,7 +103,15 @@ class Store:
 
     def has(self, version: int) -> bool:
         """Return True while a version is visible."""
-        return bool(self.fs.exists(self._path(version, "" if self.folder is not None else MANIFEST)))
+        if self.folder is not None:
+            return Path(self._path(version)).exists()
+        path = self._path(version, MANIFEST)
+        # `exists` of some stores is also False, and `info` finds nothing, where they do not answer.
+        for look in (self.fs.info, self.fs.cat_file):
+            with suppress(FileNotFoundError):
+                look(path)
+                return True
+        return False
 
     def manifest(self, version: int, *, signed: bool = True) -> Manifest:
         """Return the manifest of a version.
@@ -292,24 +300,26 @@ class Store:
     def _rename(self, draft: Path, manifest: Manifest) -> None:
         for file in (*draft.iterdir(), draft):
             _sync(file)
+        there = Path(self._path(manifest.version))
         try:
-            draft.rename(self._path(manifest.version))
+            draft.rename(there)
         except OSError as error:
-            if Path(self._path(manifest.version)).exists():
+            if not there.exists():
+                raise
+            # NFS asks once more where an answer was lost, and hears then that there is nothing to rename.
+            if draft.exists() or (there / MANIFEST).read_bytes() != manifest.to_bytes():
                 raise self._taken(manifest) from error
-            raise
         _sync(draft.parent)
 
     def _put(self, draft: Path, manifest: Manifest) -> None:
-        # The claim is read back, too: not every store of fsspec's knows conditional puts.
+        # The claim is read back: not every store of fsspec's knows conditional puts, and where an answer was lost the
+        # second try finds what the first one has put.
         claim = self._path(manifest.version, _CLAIM)
         mine = f"{manifest.publisher} {token_hex(8)}".encode()
-        try:
+        with suppress(FileExistsError):
             self.fs.pipe_file(claim, mine, mode="create")
-            if self.fs.cat_file(claim) != mine:
-                raise FileExistsError(claim)
-        except FileExistsError as error:
-            raise self._taken(manifest) from error
+        if self.fs.cat_file(claim) != mine:
+            raise self._taken(manifest)
         for name in manifest.files:
             self.fs.put_file(str(draft / name), self._path(manifest.version, name))
         self.fs.pipe_file(self._path(manifest.version, MANIFEST), (draft / MANIFEST).read_bytes())

@@ -1,0 +1,50 @@
+"""Answers of a store that are lost: what was done is done."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+
+from lora_merge import Publisher, PushRefused
+from lora_merge.publish.manifest import MANIFEST
+from lora_merge.publish.store import Store
+
+
+def test_a_claim_whose_answer_was_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object store's library asks once more, and hears that somebody has put it: that was itself."""
+    url = f"memory://{tmp_path}/run7"
+    publisher = Publisher(models.with_lora(models.qwen2), url)
+    fs = publisher._store.fs
+    pipe = fs.pipe_file
+
+    def lost(path: str, *args: Any, mode: str = "overwrite", **kwargs: Any) -> None:
+        pipe(path, *args, mode=mode, **kwargs)
+        if mode == "create":
+            pipe(path, *args, mode=mode, **kwargs)
+
+    monkeypatch.setattr(fs, "pipe_file", lost)
+    assert [publisher.publish().version for _ in range(2)] == [1, 2]
+    assert list(Store(url).newest()) == [2, 1]
+
+
+def test_a_rename_whose_answer_was_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS asks once more, and hears that there is nothing to rename."""
+    publisher, rename, before = Publisher(models.with_lora(models.qwen2), tmp_path), Path.rename, list[Path]()
+
+    def lost(path: Path, target: Path) -> None:
+        rename(path, target)
+        for _ in before:  # somebody else's, in its place
+            (target / MANIFEST).write_bytes(b"{}")
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", lost)
+        assert [publisher.publish().version for _ in range(2)] == [1, 2]
+        before.append(tmp_path)
+        with pytest.raises(PushRefused, match="published by somebody else at the same time"):
+            publisher.publish()
+    assert Store(tmp_path).manifest(2).parent == 1
