@@ -97,7 +97,7 @@ class Following:
         """Have requests wait until the process beside has looked at the engine: it throws its weights away."""
         self._asked = False
         self._serves.clear()
-        if self._failed != _ENDED:  # else nobody will
+        if not self._failed.endswith(_ENDED):  # else nobody will
             self._tried.clear()
 
     def end(self) -> None:
@@ -145,7 +145,8 @@ class Following:
         """Let requests go on, or fail those that wait."""
         if error is None and not (self._asked or self._serves.is_set()):
             return  # of a look at the store alone, or from before
-        self._failed = error or ""
+        # What the process has said before it ended is why.
+        self._failed = "; ".join(filter(None, (self._failed, error))) if error == _ENDED else error or ""
         if error is None:
             self._serves.set()
         self._tried.set()

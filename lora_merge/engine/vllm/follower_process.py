@@ -16,6 +16,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ...logs import words_of
 from ...publish.follower import Follower
 from .control import AsyncControl
 
@@ -77,7 +78,9 @@ def main(descriptor: int) -> None:
             control, url, base=base, name=name, cache=cache, told=lambda line: control.say("told", line)
         )
     except Exception as error:
-        control.say("tried", f"{type(error).__name__}: {error}")
+        why = words_of(error, url)
+        control.say("told", f"{name}: {why}")
+        control.say("tried", why)
         return
 
     def tried(well: bool) -> None:
