@@ -78,8 +78,8 @@ class Publisher:
         keep: int = KEEP,
         key: str | bytes | None = None,
     ) -> None:
-        if keep < 1:
-            raise InvalidInput(f"keep must be at least 1, got {keep}")
+        if not isinstance(keep, int) or keep < 1:
+            raise InvalidInput(f"keep must be at least 1, a whole number, got {keep!r}")
         self._model, self._keep = model, keep
         self._contents: Contents | MegatronContents = MegatronContents(model) if is_megatron(model) else Contents(model)
         self._store = Store(url, key)
@@ -183,20 +183,28 @@ class Publisher:
                     self._store.commit(draft, manifest)
                     if pin:
                         self._store.pin(version)
-                    self._retain()
+                    self._retain(version)
         finally:
             if draft is not None:
                 shutil.rmtree(draft, ignore_errors=True)  # where it has become no version
         return manifest
 
-    def _retain(self) -> None:
-        """Remove old versions; warn where that fails, as the new one is there."""
+    def _retain(self, version: int) -> None:
+        """Remove old versions; warn where that fails, as the new one is there. Raise `PushRefused` where it is not the
+        newest: somebody else was faster, and engines have theirs."""
+        newest = version
         try:
-            self._store.retain(self._keep)
+            newest = self._store.retain(self._keep)
         except Exception as error:  # a store's library has errors of its own
             warnings.warn(
                 f"old versions of {self._store.url} could not be removed, and stay: {self._store.told(error)}",
                 stacklevel=4,
+            )
+        if newest > version:
+            raise PushRefused(
+                f"version {newest} of {self._store.url} came while version {version} was published: two trainers "
+                "publish into one store, and engines serve that one. Give each one of its own, or stop one, and make a "
+                "new Publisher to go on from there"
             )
 
     def _base_samples(self, shards: Any, ranks: Ranks) -> dict[str, dict[str, str]]:

@@ -220,7 +220,10 @@ class Store:
         Raises:
             PushRefused: somebody else has published this version.
         """
-        (draft / MANIFEST).write_bytes(manifest.to_bytes())
+        try:
+            (draft / MANIFEST).write_bytes(manifest.to_bytes())
+        except FileNotFoundError as error:  # another publisher has removed the draft, with what is older than its own
+            raise self._taken(manifest) from error
         if self.folder is not None:
             self._rename(draft, manifest)
         else:
@@ -243,9 +246,9 @@ class Store:
         elif self.fs.exists(path):
             self.fs.rm_file(path)
 
-    def retain(self, keep: int) -> None:
+    def retain(self, keep: int) -> int:
         """Remove all but the newest `keep` versions and the pinned ones, and what is left of some that were never
-        completed before these."""
+        completed before these. Returns the newest version; 0 where there is none."""
         visible = list(self.newest())
         kept = {*visible[:keep], *self.pinned()}
         oldest = min(visible[:keep], default=0)
@@ -257,6 +260,7 @@ class Store:
                 begun = draft.name.removeprefix(_DRAFT).partition("-")[0]
                 if begun.isdecimal() and int(begun) < oldest:  # else somebody else's
                     shutil.rmtree(draft, ignore_errors=True)
+        return max(visible, default=0)
 
     def tell(self, engine: str, said: dict[str, Any] | None) -> None:
         """Write what a follower says of its engine; None: nothing any more."""

@@ -48,3 +48,29 @@ def test_a_rename_whose_answer_was_lost(tmp_path: Path, monkeypatch: pytest.Monk
         with pytest.raises(PushRefused, match="published by somebody else at the same time"):
             publisher.publish()
     assert Store(tmp_path).manifest(2).parent == 1
+
+
+@pytest.mark.parametrize("url", ["{}/run7", "memory://{}/run7"])
+def test_a_publisher_that_was_overtaken_hears_of_it(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its version was removed as an old one, or what it had begun, and it took that for published, or for a lost file
+    system."""
+    url = url.format(tmp_path)
+    model = models.with_lora(models.qwen2)
+    slow = Publisher(model, url, keep=1)
+    slow.publish()
+    put, many = slow._store.fs.put_file, 3
+
+    def overtaken(*args: Any) -> Any:
+        nonlocal many
+        here, many = many, 0
+        other = Publisher(model, url, keep=1)
+        for _ in range(here):
+            other.publish()
+        return put(*args) if "://" in url else commit(*args)
+
+    commit = Store.commit
+    monkeypatch.setattr(*((slow._store.fs, "put_file") if "://" in url else (Store, "commit")), overtaken)
+    with pytest.raises(PushRefused, match=r"two trainers publish into one store.* make a new Publisher to go on"):
+        slow.publish()
+    with pytest.raises(PushRefused, match=r"is there, published \S+: another trainer"):
+        slow.publish()
