@@ -74,11 +74,12 @@ class Store:
         if file := next((p for p in above if p.is_file() or (p.is_symlink() and not p.exists())), None):
             what = "a link that leads nowhere" if file.is_symlink() else "a file"
             raise InvalidInput(f"{self.url} is no store: {file} is {what}, expected a folder")
-        if self.folder is None and re.search(r"[*?[]", re.sub(r"^\w+://[^/?]*", "", root)):
-            # Also what is removed: versions of other stores, as if they were this one's.
+        if self.folder is None and re.search(r"[*?[]", re.sub(r"^\w+://\[[\w:.]+\]", "", root)):
+            # Also what is removed: versions of other stores, as if they were this one's. (IPv6 is none, but "::" in it
+            # is fsspec's sign for one file system in another.)
             raise InvalidInput(
                 f"{self.url} is no URL of a store: fsspec reads *, ? and [ in it as a pattern, of which other stores "
-                "may be, and a query is part of no store's; leave them out"
+                "may be, and a query is part of no store's; leave them out (and :: of an IPv6 address: write its zeros)"
             )
         if "://" not in root and shown(root) != root:
             raise InvalidInput(

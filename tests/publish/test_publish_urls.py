@@ -82,7 +82,9 @@ def test_a_follower_tells_no_password(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not any(secret in line for line in (*told, follower.error) for secret in (SECRET, "s3@cret"))
 
 
-@pytest.mark.parametrize("root", ["memory://exp*", "memory://exp[1]", "memory://exp?", "memory://runs/*/a"])
+@pytest.mark.parametrize(
+    "root", ["memory://exp*", "memory://exp[1]", "memory://exp?", "memory://runs/*/a", "memory://[::1]/a"]
+)
 def test_a_pattern_is_no_store(root: str) -> None:
     """fsspec would remove the versions of all stores that are like it."""
     with pytest.raises(InvalidInput, match=r"reads \*, \? and \[ in it as a pattern"):
