@@ -194,7 +194,8 @@ class Publisher:
         newest: somebody else was faster, and engines have theirs."""
         newest = version
         try:
-            newest = self._store.retain(self._keep)
+            if self._store.retain(self._keep) > version and (other := newest_of(self._store)) is not None:
+                newest = other.version  # else what lies there is none
         except Exception as error:  # a store's library has errors of its own
             warnings.warn(
                 f"old versions of {self._store.url} could not be removed, and stay: {self._store.told(error)}",

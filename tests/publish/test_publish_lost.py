@@ -50,6 +50,17 @@ def test_a_rename_whose_answer_was_lost(tmp_path: Path, monkeypatch: pytest.Monk
     assert Store(tmp_path).manifest(2).parent == 1
 
 
+def test_what_is_no_version_overtakes_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher, commit = Publisher(models.with_lora(models.qwen2), tmp_path), Store.commit
+
+    def beside(*args: Any) -> None:
+        commit(*args)
+        (tmp_path / "versions" / "00000009").mkdir()
+
+    monkeypatch.setattr(Store, "commit", beside)
+    assert publisher.publish().version == 1
+
+
 @pytest.mark.parametrize("url", ["{}/run7", "memory://{}/run7"])
 def test_a_publisher_that_was_overtaken_hears_of_it(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its version was removed as an old one, or what it had begun, and it took that for published, or for a lost file
