@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, LoraMergeError
+from ..logs import shown, words_of
 from .output import REFUSED, add_cache, add_json, add_pause, add_url, tell
 
 if TYPE_CHECKING:
@@ -70,24 +73,40 @@ def _key(options: argparse.Namespace) -> bytes | None:
         raise InvalidInput(f"--key-file {options.key_file} cannot be read: {error.strerror}") from error
 
 
+@contextmanager
+def _asking(options: argparse.Namespace) -> Iterator[None]:
+    """Turn what a store's library raises into an error that says which store; bugs keep their trace."""
+    try:
+        yield
+    except LoraMergeError:
+        raise
+    except Exception as error:
+        if not isinstance(error, OSError) and type(error).__module__ == "builtins":
+            raise
+        words = words_of(error, options.store)
+        raise InvalidInput(f"{shown(options.store)} cannot be read, or not be written to ({words})") from error
+
+
 def follow(options: argparse.Namespace) -> int:
     from ..publish.follower import Follower, to_stderr
 
     if options.interval <= 0:
         raise InvalidInput(f"--interval must be more than 0, got {options.interval}")
-    follower = Follower(
-        options.url,
-        options.store,
-        base=options.base,
-        key=_key(options),
-        pause=options.pause,
-        cache=options.cache,
-        name=options.name,
-        told=to_stderr,
-    )
+    with _asking(options):
+        follower = Follower(
+            options.url,
+            options.store,
+            base=options.base,
+            key=_key(options),
+            pause=options.pause,
+            cache=options.cache,
+            name=options.name,
+            told=to_stderr,
+        )
     if options.once:
         try:
-            report = follower.step()
+            with _asking(options):
+                report = follower.step()
         finally:
             follower.close()
         tell(options, f"{options.url} serves {follower.serves}", {"serves": follower.serves, "report": report})
@@ -103,7 +122,8 @@ def status(options: argparse.Namespace) -> int:
     from ..publish.status import status as status_of
     from ..publish.store import Store
 
-    found = status_of(Store(options.store, _key(options)))
+    with _asking(options):
+        found = status_of(Store(options.store, _key(options)))
     tell(options, _words(found), found)
     return 0 if found.converged else REFUSED
 
@@ -112,7 +132,8 @@ def rollback(options: argparse.Namespace) -> int:
     from ..publish.publisher import rollback as roll_back
     from ..publish.store import Store
 
-    made = roll_back(Store(options.store, _key(options)), options.version)
+    with _asking(options):
+        made = roll_back(Store(options.store, _key(options)), options.version)
     words = f"{made.name} is version {options.version} once more, and the newest"
     tell(options, words, {"version": made.version, "name": made.name, "copy_of": made.copy_of})
     return 0
@@ -121,7 +142,8 @@ def rollback(options: argparse.Namespace) -> int:
 def pin(options: argparse.Namespace) -> int:
     from ..publish.store import Store
 
-    Store(options.store, _key(options)).pin(options.version, not options.undo)
+    with _asking(options):
+        Store(options.store, _key(options)).pin(options.version, not options.undo)
     kept = "is kept no longer than others" if options.undo else "is kept whatever comes after it"
     tell(options, f"version {options.version} {kept}", {"version": options.version, "pinned": not options.undo})
     return 0

@@ -158,6 +158,11 @@ class Contents:
             rank, alpha = layer.r[adapter], layer.lora_alpha[adapter]
             scaling = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
             name = _plain(path).removeprefix("base_model.model.")
+            if layer.disable_adapters or adapter not in layer.active_adapters:
+                raise InvalidInput(
+                    f"{name} computes without its adapter {adapter!r}, and engines would serve it: leave "
+                    f"disable_adapter(), or call enable_adapter_layers() and set_adapter({adapter!r})"
+                )
             said = rank, alpha
             if PARAMETER not in lineage(type(layer)):
                 said = (
@@ -207,7 +212,8 @@ class TensorFile:
         except FileNotFoundError as error:
             raise InvalidInput(
                 f"{folder} is not there on every rank: each writes what it owns of the adapter, so the store has to "
-                "lie on a file system that all hosts share, or in an object store"
+                "lie on a file system that all hosts share, or in an object store. (Or another trainer publishes into "
+                "it, and has removed what was begun before its own versions.)"
             ) from error
         with file:
             for place, shard, boxes in mine:

@@ -113,7 +113,7 @@ class Follower:
             report = self._looks()
         except Exception as error:  # a store's library has errors of its own
             self._serving(self._held_now())
-            self._speak(str(error) if isinstance(error, LoraMergeError) else f"{type(error).__name__}: {error}")
+            self._speak(str(error) if isinstance(error, LoraMergeError) else self._store.told(error))
             raise
         self._speak("; ".join(self._notes.values()))
         return report
@@ -316,7 +316,7 @@ class Follower:
             self._store.tell(self._name, said)
         except Exception as error:  # it may be read-only here, and goes on being followed
             if not self._silent:
-                self._told(f"{self._name}: lora-merge status will not show this engine, as {error}")
+                self._told(f"{self._name}: lora-merge status will not show this engine, as {self._store.told(error)}")
             self._silent = True
 
     def _forget_others(self) -> None:

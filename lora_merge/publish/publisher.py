@@ -78,8 +78,8 @@ class Publisher:
         keep: int = KEEP,
         key: str | bytes | None = None,
     ) -> None:
-        if keep < 1:
-            raise InvalidInput(f"keep must be at least 1, got {keep}")
+        if not isinstance(keep, int) or keep < 1:
+            raise InvalidInput(f"keep must be at least 1, a whole number, got {keep!r}")
         self._model, self._keep = model, keep
         self._contents: Contents | MegatronContents = MegatronContents(model) if is_megatron(model) else Contents(model)
         self._store = Store(url, key)
@@ -113,8 +113,9 @@ class Publisher:
         Raises:
             PushRefused: somebody else has published into the store since this publisher's last version.
             InvalidInput: something is trained that PEFT's format does not hold; the store holds versions of another
-                base, or cannot be written to. No version is visible then.
+                base.
             UnsupportedAdapter, AlreadyMerged: as for `MergedWeights`.
+            OSError, and what else the store's library raises: the store cannot be read, or not be written to.
         """
         begin = time.perf_counter()
         with self._world.vote("publish"), turn(self._model):
@@ -182,20 +183,29 @@ class Publisher:
                     self._store.commit(draft, manifest)
                     if pin:
                         self._store.pin(version)
-                    self._retain()
+                    self._retain(version)
         finally:
             if draft is not None:
                 shutil.rmtree(draft, ignore_errors=True)  # where it has become no version
         return manifest
 
-    def _retain(self) -> None:
-        """Remove old versions; warn where that fails, as the new one is there."""
+    def _retain(self, version: int) -> None:
+        """Remove old versions; warn where that fails, as the new one is there. Raise `PushRefused` where it is not the
+        newest: somebody else was faster, and engines have theirs."""
+        newest = version
         try:
-            self._store.retain(self._keep)
+            if self._store.retain(self._keep) > version and (other := newest_of(self._store)) is not None:
+                newest = other.version  # else what lies there is none
         except Exception as error:  # a store's library has errors of its own
             warnings.warn(
-                f"old versions of {self._store.url} could not be removed, and stay: {type(error).__name__}: {error}",
+                f"old versions of {self._store.url} could not be removed, and stay: {self._store.told(error)}",
                 stacklevel=4,
+            )
+        if newest > version:
+            raise PushRefused(
+                f"version {newest} of {self._store.url} came while version {version} was published: two trainers "
+                "publish into one store, and engines serve that one. Give each one of its own, or stop one, and make a "
+                "new Publisher to go on from there"
             )
 
     def _base_samples(self, shards: Any, ranks: Ranks) -> dict[str, dict[str, str]]:

@@ -26,6 +26,7 @@ from typing import Any
 from ..errors import InvalidInput, PushRefused
 from ..extras import needed
 from ..leftovers import Scratch
+from ..logs import shown, words_of
 from .keys import key_of
 from .manifest import MANIFEST, Manifest, check_file
 
@@ -43,6 +44,7 @@ class Store:
         key: with which manifests are signed and have to be; as of `key_of`.
 
     Attributes:
+        url: as lines and errors have it: without a password, or a query.
         run: name of the store: the last part of its URL.
         folder: where it is in this machine's file system; None for object stores.
 
@@ -52,24 +54,38 @@ class Store:
     """
 
     def __init__(self, url: str | os.PathLike[str], key: str | bytes | None = None) -> None:
-        self.url, self.key = os.fspath(url), key_of(key)
+        self._given, self.key = os.fspath(url), key_of(key)
+        self.url = shown(self._given)
         with needed("a store of versions needs fsspec", "'lora-merge[publish]'", "fsspec"):
             import fsspec
             from fsspec.implementations.local import LocalFileSystem
         try:
-            self.fs, root = fsspec.core.url_to_fs(self.url)
+            self.fs, root = fsspec.core.url_to_fs(self._given)
         except ValueError as error:
-            raise InvalidInput(f"{self.url} is no URL of a store: {error}") from error
+            raise InvalidInput(f"{self.url} is no URL of a store: {self.told(error)}") from error
         except ImportError as error:
             with needed(f"{self.url} needs a package of fsspec's ({error})", "'lora-merge[s3]', or that one", ""):
                 raise ModuleNotFoundError(str(error), name="") from error
         self.folder = Path(root) if isinstance(self.fs, LocalFileSystem) else None
         self.root = root.rstrip("/")
-        if not self.url:
+        if not self._given:
             raise InvalidInput("the URL of the store is empty: expected a folder or a URL of fsspec's")
         above = () if self.folder is None else (self.folder, *self.folder.parents)
-        if file := next(filter(os.path.isfile, above), None):
-            raise InvalidInput(f"{self.url} is no store: {file} is a file, expected a folder")
+        if file := next((p for p in above if p.is_file() or (p.is_symlink() and not p.exists())), None):
+            what = "a link that leads nowhere" if file.is_symlink() else "a file"
+            raise InvalidInput(f"{self.url} is no store: {file} is {what}, expected a folder")
+        if self.folder is None and re.search(r"[*?[]", re.sub(r"^\w+://\[[\w:.]+\]", "", root)):
+            # Also what is removed: versions of other stores, as if they were this one's. (IPv6 is none, but "::" in it
+            # is fsspec's sign for one file system in another.)
+            raise InvalidInput(
+                f"{self.url} is no URL of a store: fsspec reads *, ? and [ in it as a pattern, of which other stores "
+                "may be, and a query is part of no store's; leave them out (and :: of an IPv6 address: write its zeros)"
+            )
+        if "://" not in root and shown(root) != root:
+            raise InvalidInput(
+                f"{self.url} is no URL of a store: {self.url.partition(':')[0]}:// takes no user or password in it; "
+                "set them as its library reads them, in the environment or in a configuration"
+            )
         self._scratch: Scratch | None = None
         self.run = _NAME.sub("-", self.root.rpartition("/")[2]) or "store"
 
@@ -88,7 +104,15 @@ class Store:
 
     def has(self, version: int) -> bool:
         """Return True while a version is visible."""
-        return bool(self.fs.exists(self._path(version, "" if self.folder is not None else MANIFEST)))
+        if self.folder is not None:
+            return Path(self._path(version)).exists()
+        path = self._path(version, MANIFEST)
+        # `exists` of some stores is also False, and `info` finds nothing, where they do not answer.
+        for look in (self.fs.info, self.fs.cat_file):
+            with suppress(FileNotFoundError):
+                look(path)
+                return True
+        return False
 
     def manifest(self, version: int, *, signed: bool = True) -> Manifest:
         """Return the manifest of a version.
@@ -132,6 +156,10 @@ class Store:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         return folder
+
+    def told(self, error: Exception) -> str:
+        """Return an error of the store's library in words, without the secrets of its URL."""
+        return words_of(error, self._given)
 
     def where(self, version: int) -> str:
         """Return a version in words, for errors."""
@@ -193,7 +221,10 @@ class Store:
         Raises:
             PushRefused: somebody else has published this version.
         """
-        (draft / MANIFEST).write_bytes(manifest.to_bytes())
+        try:
+            (draft / MANIFEST).write_bytes(manifest.to_bytes())
+        except FileNotFoundError as error:  # another publisher has removed the draft, with what is older than its own
+            raise self._taken(manifest) from error
         if self.folder is not None:
             self._rename(draft, manifest)
         else:
@@ -216,9 +247,9 @@ class Store:
         elif self.fs.exists(path):
             self.fs.rm_file(path)
 
-    def retain(self, keep: int) -> None:
+    def retain(self, keep: int) -> int:
         """Remove all but the newest `keep` versions and the pinned ones, and what is left of some that were never
-        completed before these."""
+        completed before these. Returns the newest version; 0 where there is none."""
         visible = list(self.newest())
         kept = {*visible[:keep], *self.pinned()}
         oldest = min(visible[:keep], default=0)
@@ -230,6 +261,7 @@ class Store:
                 begun = draft.name.removeprefix(_DRAFT).partition("-")[0]
                 if begun.isdecimal() and int(begun) < oldest:  # else somebody else's
                     shutil.rmtree(draft, ignore_errors=True)
+        return max(visible, default=0)
 
     def tell(self, engine: str, said: dict[str, Any] | None) -> None:
         """Write what a follower says of its engine; None: nothing any more."""
@@ -244,8 +276,11 @@ class Store:
             return
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         written = Path(f"{path}.{token_hex(4)}")
-        written.write_bytes(data)
-        written.replace(path)
+        try:
+            written.write_bytes(data)
+            written.replace(path)
+        finally:
+            written.unlink(missing_ok=True)  # a full disk takes its name, if not what is in it
 
     # ---- how ---------------------------------------------------------------------------------------------------------
 
@@ -270,24 +305,26 @@ class Store:
     def _rename(self, draft: Path, manifest: Manifest) -> None:
         for file in (*draft.iterdir(), draft):
             _sync(file)
+        there = Path(self._path(manifest.version))
         try:
-            draft.rename(self._path(manifest.version))
+            draft.rename(there)
         except OSError as error:
-            if Path(self._path(manifest.version)).exists():
+            if not there.exists():
+                raise
+            # NFS asks once more where an answer was lost, and hears then that there is nothing to rename.
+            if draft.exists() or (there / MANIFEST).read_bytes() != manifest.to_bytes():
                 raise self._taken(manifest) from error
-            raise
         _sync(draft.parent)
 
     def _put(self, draft: Path, manifest: Manifest) -> None:
-        # The claim is read back, too: not every store of fsspec's knows conditional puts.
+        # The claim is read back: not every store of fsspec's knows conditional puts, and where an answer was lost the
+        # second try finds what the first one has put.
         claim = self._path(manifest.version, _CLAIM)
         mine = f"{manifest.publisher} {token_hex(8)}".encode()
-        try:
+        with suppress(FileExistsError):
             self.fs.pipe_file(claim, mine, mode="create")
-            if self.fs.cat_file(claim) != mine:
-                raise FileExistsError(claim)
-        except FileExistsError as error:
-            raise self._taken(manifest) from error
+        if self.fs.cat_file(claim) != mine:
+            raise self._taken(manifest)
         for name in manifest.files:
             self.fs.put_file(str(draft / name), self._path(manifest.version, name))
         self.fs.pipe_file(self._path(manifest.version, MANIFEST), (draft / MANIFEST).read_bytes())

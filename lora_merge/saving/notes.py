@@ -58,6 +58,23 @@ def draft_notes(built: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
     )
 
 
+def head_notes(base: Checkpoint, adapter: Adapter) -> tuple[str, ...]:
+    """Say of a base without a head, whose configuration does not tie one, that loading it makes one up."""
+    model = adapter.model.get_base_model()  # type: ignore[operator]
+    get, renamed = getattr(model, "get_output_embeddings", lambda: None), loading_names(model)
+    head, config = get(), f"{base.folder.name}'s config.json"
+    path = next((path for path, module in model.named_modules() if module is head), None)
+    tied = {*adapter.ties, *adapter.ties.values()}
+    name = next((n for n, entry in adapter.entries.items() if entry.sources == (f"{path}.weight",)), None)
+    if name is None or base.packed or name in tied or f"{path}.weight" in map(renamed, base.tensors):
+        return ()
+    return (
+        f"{base.folder} holds no {name}, and neither does the result, and {config} does not tie it to the embedding: "
+        "transformers loads random numbers there. If the head is the embedding, say tie_word_embeddings: true in the "
+        "result's config.json; else fetch the base again",
+    )
+
+
 def check_origins(adapters: Sequence[Adapter], base: Checkpoint, strict: bool) -> None:
     """Warn of adapters that were trained on another base.
 
@@ -83,6 +100,7 @@ def notes_for(base: Checkpoint, adapters: Sequence[Adapter], along: Sequence[str
     entries = adapters[0].entries
     renamed = loading_names(adapters[0].model.get_base_model())  # type: ignore[operator]
     found = [*base.notes, *packed_notes(base), *along, *square_notes(adapters[0].square)]
+    found += head_notes(base, adapters[0])
     if (base.folder / CONFIG).is_file():
         found.append(
             f"{base.folder} holds an adapter, too ({CONFIG}), which transformers puts on what it loads from there: it "

@@ -25,6 +25,7 @@ from typing import IO, Any
 
 from ..errors import InvalidInput, LoraMergeError
 from ..leftovers import LOCK, locked, remove_leftovers
+from ..logs import shown
 from ..stream.buckets import Meta
 from .checkpoint import CONFIG, INDEX, SINGLE, readable
 from .format import Stored, make_header, read_header, read_into, write_from
@@ -52,7 +53,9 @@ def absolute(path: str | Path) -> Path:
         InvalidInput: it is a URL, of which a folder of that name would be made.
     """
     if "://" in str(path):
-        raise InvalidInput(f"{path} is a URL, expected a folder of this machine: write there, and upload the result")
+        raise InvalidInput(
+            f"{shown(str(path))} is a URL, expected a folder of this machine: write there, and upload the result"
+        )
     return Path(os.path.normpath(Path(path).expanduser().absolute()))
 
 

@@ -195,7 +195,13 @@ def test_what_cannot_be_published_is_refused(tmp_path: Path) -> None:
 
     refused(models.qwen2(), "must be a PeftModel, .* got Qwen2ForCausalLM")
     refused("model", "must be a PeftModel")
-    refused(models.with_lora(models.qwen2), "keep must be at least 1", keep=0)
+    for keep in (0, 2.5, "3"):
+        refused(models.with_lora(models.qwen2), "keep must be at least 1", keep=keep)
+    model = models.with_lora(models.qwen2)
+    with model.disable_adapter():
+        refused(model, r"layers.0.self_attn.q_proj computes without its adapter 'default'.* leave disable_adapter\(\)")
+    model.base_model.model.model.layers[1].mlp.up_proj.set_adapter([])
+    refused(model, r"layers.1.mlp.up_proj computes without its adapter")
     model = models.with_lora(models.qwen2)
     model.base_model.model.model.norm.weight.requires_grad_()
     refused(model, r"base_model.model.model.norm.weight is trained .*PEFT does not save it")

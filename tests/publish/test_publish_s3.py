@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +19,12 @@ pytest.importorskip("moto")
 import fsspec
 from object_store import s3
 
-from lora_merge import InvalidInput, Publisher, PushRefused
+from lora_merge import Follower, InvalidInput, Publisher, PushRefused
+from lora_merge.publish import follower as module
 from lora_merge.publish.manifest import MANIFEST, Manifest
 from lora_merge.publish.status import status
 from lora_merge.publish.store import Store
+from tests.publish.test_follower import Loader, loaded
 from tests.publish.test_publish import KEY, held, same, saved
 
 
@@ -102,3 +108,54 @@ def test_two_publishers_at_the_same_time(bucket: str, monkeypatch: pytest.Monkey
     assert list(store.newest()) == [2, 1]
     store.fetch(store.manifest(2), tmp_path)
     assert store.fs.exists(f"{url}/versions/00000002/{MANIFEST}")
+
+
+class Failing(SimpleHTTPRequestHandler):
+    """Serves a folder, and answers 503 to what ends with one of `fails`."""
+
+    fails: tuple[str, ...] = ()
+
+    def do_GET(self) -> None:
+        if self.path.endswith(self.fails):
+            self.send_error(503)
+        else:
+            super().do_GET()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+@contextmanager
+def web(folder: Path) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Failing, directory=str(folder))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_store_that_does_not_answer_brings_no_older_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec says of some stores that a file is not there where they only do not answer. A web server's folder, with a
+    password that no line tells."""
+    monkeypatch.setattr(module, "AdapterLoader", Loader)
+    publisher = Publisher(models.with_lora(models.qwen2), tmp_path / "run7")
+    publisher.publish()
+    with web(tmp_path) as address:
+        follower = Follower("http://there:8000", f"http://bob:s3cret@{address}/run7")
+        assert follower.step() is not None
+        for _ in range(2):
+            publisher.publish()
+        for fails in ("00000003/manifest.json", "adapter_model.safetensors", "/versions/"):
+            monkeypatch.setattr(Failing, "fails", (fails,))
+            follower._checked = 0.0
+            assert not follower.try_step()
+            assert "503" in follower.error
+            assert "s3cret" not in follower.error
+            assert loaded(follower) == ["run7@1"]
+        monkeypatch.setattr(Failing, "fails", ())
+        assert follower.step() is not None
+        monkeypatch.setattr(Failing, "fails", ("00000003/manifest.json",))
+        follower._checked = 0.0
+        assert not follower.try_step()
+        assert loaded(follower) == ["run7@1", "run7@3"]
+        follower.close()

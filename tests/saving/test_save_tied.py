@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -107,3 +110,33 @@ def test_the_file_of_tied_adapters_is_whole(tmp_path: Path) -> None:
     save_file({k: t for k, t in load_file(file).items() if "decoder.block.0.layer.1" not in k}, file)
     with pytest.raises(InvalidInput, match="2 of its tensors are not in the file"):
         save(False, None, tmp_path)
+
+
+def test_the_file_of_a_peft_that_ties_no_factors(tmp_path: Path) -> None:
+    """PEFT 0.18 takes ensure_weight_tying, for modules_to_save, and trains an adapter on the embedding alone."""
+    sizes = BERT | {"num_key_value_heads": 2, "tie_word_embeddings": True}
+    model = policy("Qwen2ForCausalLM", sizes, {"target_modules": ["q_proj", "embed_tokens"]}, tmp_path)
+    file = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"ensure_weight_tying": True}))
+    if Version(peft.__version__) < Version("0.19"):
+        pytest.skip("this is one of them")
+    with pytest.raises(InvalidInput, match=r"ensure_weight_tying, for which PEFT before .* set that to false there"):
+        save(False, None, tmp_path)
+    file.write_text(json.dumps(config | {"ensure_weight_tying": False}))
+    save(False, None, tmp_path)
+    loaded = transformers.Qwen2ForCausalLM.from_pretrained(tmp_path / "out")
+    wanted = logits(model)
+    assert (logits(loaded) - wanted).abs().max() < 1e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_base_without_a_head_is_noted(tied: bool, tmp_path: Path) -> None:
+    """Where its config does not tie it, transformers makes random numbers of one."""
+    sizes = BERT | {"num_key_value_heads": 2, "tie_word_embeddings": tied}
+    policy("Qwen2ForCausalLM", sizes, {"target_modules": ["q_proj"]}, tmp_path)
+    file = tmp_path / "base" / "model.safetensors"
+    save_file({k: t for k, t in load_file(file).items() if k != "lm_head.weight"}, file, {"format": "pt"})
+    (merged,) = merge_checkpoint(tmp_path / "base", [tmp_path / "adapter"], tmp_path / "out")
+    notes = [note for note in merged.notes if "holds no lm_head.weight, and neither does the result" in note]
+    assert len(notes) == (0 if tied else 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -30,7 +31,7 @@ from torch import nn
 from lora_merge import Follower, LoraMergeError, Publisher, PushRefused, VllmSync, save_merged
 from lora_merge.cli import main
 from lora_merge.engine.transport.sender import Sender
-from lora_merge.engine.vllm import follow
+from lora_merge.engine.vllm import follow, follower_process
 from lora_merge.publish.status import StoreStatus, status
 from lora_merge.publish.store import Store
 from tests.vllm.test_vllm_processes import Server, greedy
@@ -218,12 +219,26 @@ def test_requests_wait_after_a_sleep_that_threw_weights_away() -> None:
         await following.ready()
         following._note(follow._ENDED)
         await sleep(engine, level=2)
-        with pytest.raises(Exception, match="has ended"):
+        with pytest.raises(Exception, match=r"yet: the store is gone; .* has ended"):
             await following.ready()
 
     slept = list[tuple[int, str]]()
     asyncio.run(check())
     assert slept == [(1, "abort"), (2, "keep"), (2, "abort")]
+
+
+def test_a_store_that_no_follower_can_be_made_for_is_told() -> None:
+    """Log and clients heard that the process had ended, and not why."""
+    here, there = multiprocessing.Pipe()
+    here.send((f"nosuch://bob:{KEY}@there/run7", "base", "one"))
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    try:
+        follower_process.main(os.dup(there.fileno()))
+    finally:
+        for number, handler in zip((signal.SIGTERM, signal.SIGINT), handlers, strict=True):
+            signal.signal(number, handler)
+    why = "InvalidInput: nosuch://***@there/run7 is no URL of a store: ValueError: Protocol not known: nosuch"
+    assert [here.recv(), here.recv()] == [("told", f"one: {why}"), ("tried", why)]
 
 
 def test_what_is_wrapped_is_there() -> None:

@@ -22,6 +22,7 @@ from email.message import Message
 from typing import Any
 
 from ...errors import InvalidInput
+from ...logs import shown
 from ..transport.tcp_link import SILENT_S, watched
 from .base import TIMEOUT_S
 
@@ -117,7 +118,7 @@ def _proxies(request: urllib.request.Request) -> dict[str, str]:
     if not proxy or _loopback(urllib.parse.urlsplit(request.full_url).hostname or ""):
         return {}
     if not proxy.startswith(("http://", "https://")):
-        raise InvalidInput(f"LORA_MERGE_HTTP_PROXY must be a URL like http://proxy:3128, got {proxy!r}")
+        raise InvalidInput(f"LORA_MERGE_HTTP_PROXY must be a URL like http://proxy:3128, got {shown(proxy)!r}")
     return {"http": proxy, "https": proxy}
 
 
@@ -176,16 +177,16 @@ def checked_url(url: str, example: str) -> str:
         parts = urllib.parse.urlsplit(url)
         host, _ = parts.hostname, parts.port
     except ValueError as error:
-        raise InvalidInput(f"{where}, got {url!r} ({error})") from error
+        raise InvalidInput(f"{where}, got {shown(url)!r} ({error})") from error
     if parts.scheme not in ("http", "https") or not host or re.search(r"[\s\\]", url):
-        raise InvalidInput(f"{where}, got {url!r}")
+        raise InvalidInput(f"{where}, got {shown(url)!r}")
     if parts.username is not None or parts.password is not None:
         raise InvalidInput(
             f"{where}, got one of {host} with a user or password in it, which control calls do not send: leave it out, "
             "and let the server listen on a private interface"
         )
     if "?" in url or "#" in url:
-        raise InvalidInput(f"{where}, got {url!r}: a query or fragment is part of no control call, leave it out")
+        raise InvalidInput(f"{where}, got {shown(url)!r}: a query or fragment is part of no control call, leave it out")
     url = url.rstrip("/")
     if url.endswith("/v1"):
         raise InvalidInput(

@@ -29,7 +29,7 @@ from secrets import token_hex
 from typing import Any
 
 from ...errors import InvalidInput
-from ...logs import announce
+from ...logs import announce, shown
 from . import internals
 from .stand_in import stands_in
 
@@ -70,7 +70,7 @@ class Following:
             return
         await self._tried.wait()
         if not self._serves.is_set():
-            why = f"this engine follows {self._url} and serves no version of it yet: {self._failed}"
+            why = f"this engine follows {shown(self._url)} and serves no version of it yet: {self._failed}"
             if internals.has("GracefulHTTPError"):
                 raise internals.GracefulHTTPError(why, HTTPStatus.SERVICE_UNAVAILABLE)
             raise RuntimeError(why)
@@ -82,21 +82,22 @@ class Following:
         # Containers that share a host's name may share process ids, too.
         name = f"{socket.gethostname()}-{os.getpid()}-{token_hex(2)}"
         model = str(self._engine.vllm_config.model_config.model)
-        command = [sys.executable, "-m", _PROCESS, str(there.fileno()), self._url, model, name]
+        connection = Connection(here.detach())
+        connection.send((self._url, model, name))  # not on the command line, which other users see
+        command = [sys.executable, "-m", _PROCESS, str(there.fileno())]
         # It works on the CPU alone, and holds nothing of a GPU.
         environment = {k: v for k, v in os.environ.items() if k != VARIABLE} | {"CUDA_VISIBLE_DEVICES": ""}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         with there:
             self._process = subprocess.Popen(command, pass_fds=[there.fileno()], env=environment)
         self._loop = loop  # from here on requests wait for it
-        connection = Connection(here.detach())
         threading.Thread(target=self._listen, args=(connection,), daemon=True, name="lora_merge_follow").start()
 
     def lose(self) -> None:
         """Have requests wait until the process beside has looked at the engine: it throws its weights away."""
         self._asked = False
         self._serves.clear()
-        if self._failed != _ENDED:  # else nobody will
+        if not self._failed.endswith(_ENDED):  # else nobody will
             self._tried.clear()
 
     def end(self) -> None:
@@ -124,7 +125,7 @@ class Following:
                         announce(*said)
         except (EOFError, OSError):
             if self._process is not None:
-                _log.error("%s=%s: %s", VARIABLE, self._url, _ENDED)
+                _log.error("%s=%s: %s", VARIABLE, shown(self._url), _ENDED)
                 with contextlib.suppress(RuntimeError):  # of an event loop that has ended, too
                     self._loop.call_soon_threadsafe(self._note, _ENDED)
 
@@ -144,7 +145,8 @@ class Following:
         """Let requests go on, or fail those that wait."""
         if error is None and not (self._asked or self._serves.is_set()):
             return  # of a look at the store alone, or from before
-        self._failed = error or ""
+        # What the process has said before it ended is why.
+        self._failed = "; ".join(filter(None, (self._failed, error))) if error == _ENDED else error or ""
         if error is None:
             self._serves.set()
         self._tried.set()

@@ -1,9 +1,9 @@
 """The process beside an `AsyncLLM` in which its follower works: reading adapters takes a second of Python, for which
 the process that answers requests must not wait.
 
-The two have a connection. This one sends `("call", method, args, kwargs)` and gets `(True, value)` or `(False, error)`;
-it sends `("tried", error)` after each look at the store (None: all is well) and `("told", line)`, which nobody answers.
-It ends when the other one has gone.
+The two have a connection. The other one begins with `(url, base, name)`, as for `Follower`. This one sends `("call",
+method, args, kwargs)` and gets `(True, value)` or `(False, error)`; it sends `("tried", error)` after each look at the
+store (None: all is well) and `("told", line)`, which nobody answers. It ends when the other one has gone.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ...logs import words_of
 from ...publish.follower import Follower
 from .control import AsyncControl
 
@@ -55,14 +56,15 @@ class PipeControl(AsyncControl):
         return value
 
 
-def main(descriptor: int, url: str, base: str, name: str) -> None:
+def main(descriptor: int) -> None:
     """Follow a store until the other end of the connection is closed, or the other process ends this one.
 
     Args:
         descriptor: of the connection.
-        url, base, name: as for `Follower`.
     """
-    control = PipeControl(Connection(descriptor))
+    connection = Connection(descriptor)
+    url, base, name = connection.recv()
+    control = PipeControl(connection)
 
     def end(*_: Any) -> None:
         control.over = True
@@ -76,7 +78,9 @@ def main(descriptor: int, url: str, base: str, name: str) -> None:
             control, url, base=base, name=name, cache=cache, told=lambda line: control.say("told", line)
         )
     except Exception as error:
-        control.say("tried", f"{type(error).__name__}: {error}")
+        why = words_of(error, url)
+        control.say("told", f"{name}: {why}")
+        control.say("tried", why)
         return
 
     def tried(well: bool) -> None:
@@ -87,4 +91,4 @@ def main(descriptor: int, url: str, base: str, name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+    main(int(sys.argv[1]))

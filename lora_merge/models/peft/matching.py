@@ -206,6 +206,11 @@ def advice(found: Match, said: Mapping[str, Any], *, given: bool) -> str:
     kind, cls = type(found.view.root).__name__, _CLASSES.get(str(said.get("task_type")))
     other = "name the base that it was trained on" if given else "pass base= if it was trained on another one"
     if not found.lost and not found.misfits:
+        if said.get("ensure_weight_tying"):
+            return (
+                "its adapter_config.json says ensure_weight_tying, for which PEFT before 0.19 ties no factors of LoRA: "
+                "if one of them trained it, set that to false there; else save the adapter again"
+            )
         return (
             "every tensor of the file has a place of its size in the base: its adapter_config.json says something else "
             "(r, target_modules); save the adapter again"
