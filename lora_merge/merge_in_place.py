@@ -80,6 +80,10 @@ class InPlaceMerge:
         self._operands.refresh()
         ROW_SCALES.update(self._scales)
 
+    def read_as(self, other: InPlaceMerge) -> bool:
+        """Return True if the last `gather` of both has read the same bits of the same adapters."""
+        return self._operands.read_as(other._operands)
+
     def merge(self, aside: Callable[[], object], weights: Iterable[Tensor]) -> None:
         """Merge.
 

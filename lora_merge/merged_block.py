@@ -136,22 +136,13 @@ class MergedBlock:
         Raises:
             as `enter` and `leave`. The base is back then.
         """
-        way_back, found, known = self._way_back, self._found, self._known
+        way_back, found = self._way_back, self._found
         assert way_back is not None
         assert found is not None
-        assert known is not None
         try:
-            stands = known.kept and known.stand(known.facts, self._strategy, self._rounding)
-            serves = stands and not any(merge.needs_base for merge in known.merges)
-            ready = not found.ranks.any(not (serves and values and known.others is not None))
-            if not ready:
-                outside: _Outside | None = None
-                with suppress(Exception):  # `enter` says of what
-                    outside = self._outside(found) if serves else None
-                if found.ranks.any(outside is None):
-                    return False
-                assert outside is not None
-                known = self._prepare(known, outside)
+            known = self._with_others(values)
+            if known is None:
+                return False
             assert self._found is not None
             self._found.reshard()
             assert known.others is not None
@@ -166,6 +157,44 @@ class MergedBlock:
             self.leave()
             raise
         return True
+
+    def stands(self) -> bool:
+        """Return True if the adapters still hold the bits that are merged, where nothing but their values may have
+        changed; False, too, where that cannot be told without a merge. Collective over the ranks."""
+        known, found = self._with_others(values=True), self._found
+        assert found is not None
+        if known is None:
+            return False
+        assert known.others is not None
+        errors: list[Exception] = []  # which the merge that follows raises anew
+        with torch.inference_mode():
+            for some in known.others:
+                with noted(errors):
+                    some.gather(kernels.idle)
+            same = known is self._known and not errors
+            same = same and all(map(InPlaceMerge.read_as, known.others, known.merges))
+        return not found.ranks.any(not same)
+
+    def _with_others(self, values: bool) -> KeptMerges | None:
+        """Return the merges with those that come in their place; None where one pass does not serve, on some rank.
+
+        Args:
+            values: as for `remerge`.
+        """
+        found, known = self._found, self._known
+        assert found is not None
+        assert known is not None
+        stands = known.kept and known.stand(known.facts, self._strategy, self._rounding)
+        serves = stands and not any(merge.needs_base for merge in known.merges)
+        if found.ranks.any(not (serves and values and known.others is not None)):
+            outside: _Outside | None = None
+            with suppress(Exception):  # `enter` says of what
+                outside = self._outside(found) if serves else None
+            if found.ranks.any(outside is None):
+                return None
+            assert outside is not None
+            known = self._prepare(known, outside)
+        return known
 
     def _outside(self, found: Live) -> _Outside | None:
         """Return the model as it is beside what is merged, where its adapters change the same weights in place."""

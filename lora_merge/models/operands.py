@@ -84,6 +84,7 @@ class Operands:
 
     def __init__(self, turns: Sequence[Turn], ranks: Ranks, device: torch.device, *, private: bool = False) -> None:
         self._device, self._shared = device, not ranks.alone
+        self._read: Tensor | None = None  # the copies of what lies here, if they are private
         turns = _held(turns, ranks)
         deltas = list({delta.name: delta for turn in turns for delta in turn.deltas}.values())
         named = {id(shard): (d.name, shard) for d in deltas for shard in d.shards()}
@@ -128,7 +129,7 @@ class Operands:
         """Make every factor that lies here a copy of its pieces, all in one buffer; return the work of filling it."""
         pieces = [(key, p) for key, f in self._factors.items() if f.here for p in f.shard.pieces]
         sizes = [-(-p.tensor.nbytes // 16) * 16 for _, p in pieces]
-        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        flat = self._read = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)  # gaps have the same bits
         work: list[Segment] = []
         copied: dict[int, list[Piece]] = {key: [] for key, _ in pieces}
         for (key, piece), room in zip(pieces, flat.split(sizes), strict=True):
@@ -241,6 +242,13 @@ class Operands:
             self._copies.release()
         if self._dora is not None:
             self._dora.release()
+
+    def read_as(self, other: Operands) -> bool:
+        """Return True if the last `refresh` of both has read the same bits of the same adapters; False where some lie
+        elsewhere, or are not private. Waits for the device."""
+        here = all(factor.here for factor in (*self._factors.values(), *other._factors.values()))
+        mine, others = self._read, other._read
+        return here and mine is not None and others is not None and torch.equal(mine, others)
 
     def refresh(self, turn: int = 0, storages: Storages | None = None) -> None:
         """Read the live adapters of a turn again, on the current stream; those of the turn before may be gone.

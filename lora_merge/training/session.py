@@ -112,26 +112,34 @@ class Training:
         Args:
             anew: also where nothing is known to have changed.
             mode: `training` of the model that is called. Where it has switched, averages may have been put in or taken
-                out through `.data`, which nothing counts.
+                out through `.data`, which nothing counts: then the adapters' bits are compared.
         """
         if self._busy == get_ident():
             return
         with turn(self._model), self._lock:
             try:
                 self._busy = get_ident()
-                found, values = live(self._model), False
+                found, values, compared = live(self._model), False, False
                 if mode is not None:
-                    anew, self._mode = self._mode is (not mode) and not others_compute(self._computing), mode
+                    compared, self._mode = self._mode is (not mode) and not others_compute(self._computing), mode
                 # What goes wrong on one rank alone is an error on all, before any of them waits for the others.
                 with found.ranks.vote("train_merged") as ballot:
                     if self._merged is not None:
                         # Facts are those inside: everything but values of the adapters.
                         values = facts_of(found) == self._merged.facts
                     ballot.flag = self._merged is None or not values or anew or self._merged.may_be_written
-                if ballot.flag:
+                if ballot.flag or (compared and not self._stands()):
                     self._merge(found, values)
             finally:
                 self._busy = 0
+
+    def _stands(self) -> bool:
+        """Return True if the adapters hold the bits that are merged, see `MergedBlock.stands`."""
+        try:
+            return self._block.stands()
+        except BaseException:
+            self._leave()
+            raise
 
     def pause(self) -> None:
         """Bring the base back bit for bit until the next forward: before the model is read, saved or changed. What
