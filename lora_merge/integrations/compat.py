@@ -4,6 +4,7 @@ they took over."""
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -30,11 +31,13 @@ class Release:
         trainer: its name in words, "TRL".
         distribution: its name on the package index, "trl".
         tested: releases whose real trainers this package's tests run.
+        module: which has `__version__`, where people import it from a checkout of its sources; "": none do.
     """
 
     trainer: str
     distribution: str
     tested: tuple[str, ...]
+    module: str = ""
 
     @property
     def installed(self) -> str:
@@ -46,6 +49,8 @@ class Release:
         try:
             return version(self.distribution)
         except PackageNotFoundError as error:
+            if self.module in sys.modules:
+                return str(vars(sys.modules[self.module]).get("__version__", "of unknown release"))
             raise MissingExtra(
                 f"this integration needs {self.trainer}: pip install {self.distribution}; tested with "
                 f"{', '.join(self.tested)}"

@@ -21,7 +21,7 @@ from .compat import Release
 from .options import switched_off
 
 _Bridge = TypeVar("_Bridge")
-RELEASE = Release("Megatron-Bridge", "megatron-bridge", ("0.3.1",))
+RELEASE = Release("Megatron-Bridge", "megatron-bridge", ("0.3.1", "0.5.1"), "megatron.bridge")
 _NAMES = {
     "megatron.bridge.models.conversion.auto_bridge:AutoBridge": (
         "export_hf_weights",
@@ -57,7 +57,7 @@ def bind(bridge: _Bridge, *, dtype: DType | None = None, rounding: Rounding = "n
     RELEASE.require(_NAMES)
     from megatron.bridge.models.conversion.model_bridge import HFWeightTuple
 
-    kept: dict[tuple[int, ...], MergedWeights] = {}
+    kept: dict[tuple[Any, ...], MergedWeights] = {}
     own = type(bridge).export_hf_weights.__get__(bridge)  # type: ignore[attr-defined]
 
     def export_hf_weights(
@@ -66,22 +66,24 @@ def bind(bridge: _Bridge, *, dtype: DType | None = None, rounding: Rounding = "n
         show_progress: bool = True,
         conversion_tasks: Sequence[Any] | None = None,
         merge_adapter_weights: bool = True,
+        weight_dtype: torch.dtype | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Export as Megatron-Bridge does, by a stream that is kept for the next time; shows no progress. Collective.
-        With merge_adapter_weights=False Megatron-Bridge's own runs.
+        With merge_adapter_weights=False Megatron-Bridge's own runs. It has `weight_dtype` since release 0.6.
 
         Raises:
             InvalidInput: conversion_tasks of a part of the model; all of them mean the same as None.
         """
         if not merge_adapter_weights:
-            return own(model, cpu, show_progress, conversion_tasks, merge_adapter_weights)
+            newer = {} if weight_dtype is None else {"weight_dtype": weight_dtype}
+            return own(model, cpu, show_progress, conversion_tasks, merge_adapter_weights, **newer)
         chunks = list(model) if isinstance(model, list | tuple) else [model]
         if conversion_tasks is not None:
             _check_all(conversion_tasks, bridge.get_conversion_tasks(chunks))  # type: ignore[attr-defined]
-        key = tuple(map(id, chunks))
+        key = (weight_dtype, *map(id, chunks))
         if key not in kept:
             kept.clear()  # another model
-            kept[key] = MergedWeights(chunks_of(bridge, chunks), dtype=dtype, rounding=rounding)
+            kept[key] = MergedWeights(chunks_of(bridge, chunks), dtype=weight_dtype or dtype, rounding=rounding)
         weights = kept[key]
         weights.metadata()  # what cannot be streamed is an error here, on all ranks, and not in the middle
         return (HFWeightTuple(name, tensor.cpu() if cpu else tensor) for name, tensor in weights)

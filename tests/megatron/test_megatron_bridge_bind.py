@@ -54,6 +54,9 @@ def exported(case: Case, folder: Path) -> dict[str, Any]:
             answer[f"{who} {merge}"] = {weight.param_name: weight.weight.clone() for weight in stream}
     for p, was in zip((p for chunk in chunks for p in chunk.parameters()), before, strict=True):
         assert_same_bits(p.detach(), was, "a shard after everything")
+    # As callers of Megatron-Bridge 0.6 do.
+    for weight in bridge.export_hf_weights(chunks, weight_dtype=torch.bfloat16):
+        assert_same_bits(weight.weight, answer["ours True"][weight.param_name].bfloat16(), weight.param_name)
     tasks = bridge.get_conversion_tasks(chunks)
     for weight in bridge.export_hf_weights(chunks, conversion_tasks=tasks):  # as NeMo-RL and verl pass them
         assert_same_bits(weight.weight, answer["ours True"][weight.param_name], weight.param_name)

@@ -82,6 +82,8 @@ def test_a_release_is_asked_for_the_names_that_are_used(monkeypatch: pytest.Monk
         TORCH.require(names)
     with pytest.raises(MissingExtra, match="pip install no-such-trainer"):
         Release("None", "no-such-trainer", ("1.0",)).require({"no_module": []})
+    module.__version__ = "2.0"  # type: ignore[attr-defined]
+    assert Release("None", "no-such-trainer", ("1.0",), "made_up_trainer").installed == "2.0", "a checkout"
 
 
 def test_one_line_at_start(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

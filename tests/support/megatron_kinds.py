@@ -109,7 +109,10 @@ _scatter = MegatronParamMapping.scatter_to_tp_ranks
 MegatronParamMapping.scatter_to_tp_ranks = lambda self, splits, *args, **options: (  # gloo takes them for contiguous
     _scatter(self, splits and [split.contiguous() for split in splits], *args, **options)
 )
-for _rope in (rope.Qwen3VLTextRotaryEmbedding, rope.Qwen3VLMoETextRotaryEmbedding):  # gone from transformers 5
+for _name in ("Qwen3VLTextRotaryEmbedding", "Qwen3VLMoETextRotaryEmbedding"):  # gone from transformers 5
+    if not hasattr(rope, _name):
+        continue  # Megatron-Bridge 0.5 has its own
+    _rope = getattr(rope, _name)
     _rope.apply_interleaved_mrope = lambda self, freqs, section: freqs[0]  # the three positions of text are one
 fused_softmax.get_sliding_window_causal_mask = lambda sq, sk, window: (  # makes it on "cuda"
     ~torch.ones(sq, sk, dtype=torch.bool).triu(sk - sq - window[0]).tril(sk - sq + window[1])

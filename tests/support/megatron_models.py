@@ -50,7 +50,7 @@ class Grid:
 def _shim() -> None:
     """Let megatron-core believe in a CPU device, where there is no other."""
     from megatron.core.transformer import torch_norm
-    from megatron.core.transformer.moe import grouped_gemm_util, moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 asks whether it is None, and does not say so without TE
         moe_utils.te_general_gemm = None
@@ -73,8 +73,11 @@ def _shim() -> None:
     torch_norm.WrappedTorchNorm.__new__ = staticmethod(  # type: ignore[assignment]
         lambda cls, config, hidden_size, eps: nn.RMSNorm(hidden_size, eps)
     )
-    grouped_gemm_util.assert_grouped_gemm_is_available = lambda: None
-    grouped_gemm_util.ops = types.SimpleNamespace(gmm=_grouped_gemm)
+    if importlib.util.find_spec("megatron.core.transformer.moe.grouped_gemm_util"):  # not in 0.18
+        from megatron.core.transformer.moe import grouped_gemm_util
+
+        grouped_gemm_util.assert_grouped_gemm_is_available = lambda: None
+        grouped_gemm_util.ops = types.SimpleNamespace(gmm=_grouped_gemm)
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, **_: (
         tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
     )
