@@ -83,7 +83,7 @@ class Operands:
     """
 
     def __init__(self, turns: Sequence[Turn], ranks: Ranks, device: torch.device, *, private: bool = False) -> None:
-        self._device, self._shared = device, not ranks.alone
+        self._device, self._uninterrupted = device, uninterrupted(not ranks.alone)
         self._read: Tensor | None = None  # the copies of what lies here, if they are private
         turns = _held(turns, ranks)
         deltas = list({delta.name: delta for turn in turns for delta in turn.deltas}.values())
@@ -258,7 +258,7 @@ class Operands:
         Args:
             storages: of the live weights; needed after `release`, where some are brought.
         """
-        with uninterrupted(self._shared):
+        with self._uninterrupted():
             try:
                 if self._exchange.held:
                     self._exchange.run(turn)

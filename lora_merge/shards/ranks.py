@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import pickle
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, repeat
+from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -268,25 +268,29 @@ def noted(errors: list[Any], kind: type[BaseException] = Exception) -> Iterator[
         errors.append(error)
 
 
-@contextmanager
-def uninterrupted(among_others: bool = True) -> Iterator[None]:
-    """Have Ctrl-C wait until the end of the block, in whose collectives the other ranks are, too.
+class Uninterrupted:
+    """Has Ctrl-C wait until the end of a block with collectives, in which the other ranks are, too."""
 
-    Args:
-        among_others: whether there are other ranks.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    if not among_others or not callable(before) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda *one: came.append(one))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if came:
-            before(*came[0])
+    def __enter__(self) -> None:
+        self._came: list[tuple[int, FrameType | None]] = []
+        before = signal.getsignal(signal.SIGINT)
+        self._before = before if callable(before) and current_thread() is main_thread() else None
+        if self._before is not None:
+            signal.signal(signal.SIGINT, lambda *one: self._came.append(one))
+
+    def __exit__(self, *exception: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            if self._came:
+                self._before(*self._came[0])
+
+
+def uninterrupted(among_others: bool) -> Callable[[], AbstractContextManager[None]]:
+    """Return what makes the context of such a block; one that does nothing where there are no other ranks."""
+    return Uninterrupted if among_others else _NOTHING
+
+
+_NOTHING = repeat(nullcontext()).__next__  # each bucket of a model asks for it: no line of Python runs for that
 
 
 def _bytes(data: bytes) -> Tensor:

@@ -86,6 +86,7 @@ class BucketWriter:
         self.digest = digest_of(self.table)
         """Under which name an engine knows the table."""
         self.collective = self.shared = not self.ranks.alone
+        self._uninterrupted = uninterrupted(self.collective)
         self.recipients: Mapping[int, frozenset[tuple[int, int]]] = {}
         with self.ranks.vote("MergedWeights"):
             turns, staged = self._turns(), self._staged()
@@ -317,7 +318,7 @@ class BucketWriter:
         after the bucket's collectives."""
         errors: list[BaseException] = []
         source = source or self.source
-        with self._filling, uninterrupted(self.collective):  # one rank alone may be
+        with self._filling, self._uninterrupted():  # one rank alone may be
             with noted(errors, BaseException):
                 self.operands.refresh(index, lambda: source.storages)
                 own = [slot for slot in self.mine(index) if slot.name not in self._wholly]
@@ -351,7 +352,7 @@ class BucketWriter:
         """Write a bucket, see `Sent.write_direct`. An error of this rank is raised after the collectives of the
         bucket."""
         source = self.source
-        with self._filling, uninterrupted(self.collective):
+        with self._filling, self._uninterrupted():
             self.operands.refresh(index, lambda: source.storages)
             places = self._targets(index, targets)
             plan = self._plans.of(source, (index, True), ref(targets), places, targets.scaled)

@@ -232,7 +232,7 @@ class Sender:
             if self._stopped:
                 raise TransferAborted("the push was cancelled")
             for step in steps(index):
-                with uninterrupted(source.collective):
+                with uninterrupted(source.collective)():
                     self._begun += 1  # what fails before this has not met the other ranks in this step
                     step()
             placed = index in route.placed and not self._drained

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from verl.utils.megatron_utils import load_megatron_model_to_gpu
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
@@ -25,7 +26,7 @@ class MergedMegatron(Merging):
         return self.stream().begin(), None
 
     def _make_stream(self) -> Stream:
-        return Stream(chunks_of(self.bridge, self.module), self.rank, dtype=None)
+        return Stream(chunks_of(self.bridge, self.module), dist.get_rank(), dtype=None)
 
 
 class LoraMergeMegatronEngine(MergedMegatron, MegatronEngineWithLMHead):

@@ -70,7 +70,7 @@ class Merging(_Engine):
         return self._stream
 
     def _make_stream(self) -> Stream:
-        return Stream(self.module, self.rank, trains=self.trains)
+        return Stream(self.module, dist.get_rank(), trains=self.trains)
 
     def train_batch(self, data: Any, loss_function: Any) -> Any:
         """Train as verl does, with the cost of the last sync and the gap between rollout and trainer in the metrics."""

@@ -20,7 +20,6 @@ if find_spec("verl") is None or find_spec("megatron") is None:
     pytest.skip("verl's tests run in an environment of their own, with megatron-core's", allow_module_level=True)
 
 import megatron_models as mm
-import torch
 import vllm  # noqa: F401 - verl does, and what it imports of PyTorch would take the stand-in for Triton
 from helpers import assert_same_bits
 from megatron_models import Grid
@@ -64,7 +63,6 @@ def streams(case: Case, folder: Path) -> dict[str, Any]:
         engine.__dict__ |= {
             "module": chunks,
             "bridge": bridge,
-            "rank": torch.distributed.get_rank(),
             "peft_cls": object(),
             "vanilla_bridge": False,
             "_hf_export_tasks": None,
