@@ -231,8 +231,8 @@ def run(args: argparse.Namespace, folder: Path, way: str) -> Record:
 
 
 def waited(running: subprocess.Popen[bytes], logged: Path, count: int, limit: float) -> str:
-    """Wait for the end of a run, or `GRACE_S` for it once all steps are logged: Ray takes a minute to shut down at
-    times. Return why it failed."""
+    """Wait for the end of a run, or `GRACE_S` for it once all steps are logged: what Ray then shuts down has no part in
+    the figures. Return why it failed."""
     deadline = time.monotonic() + limit
     complete = False
     while (status := running.poll()) is None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import AlreadyMerged, InvalidInput
 from ..shards import Address, here
-from .signals import Deferred
+from ..signals import Deferred
 
 
 @dataclass(eq=False)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-import signal
+from _thread import RLock
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, repeat
-from threading import current_thread, main_thread
-from types import FrameType
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import InvalidInput
+from ..signals import Deferred
 
 _T = TypeVar("_T")
 PADDING = 1.05
@@ -268,29 +267,10 @@ def noted(errors: list[Any], kind: type[BaseException] = Exception) -> Iterator[
         errors.append(error)
 
 
-class Uninterrupted:
-    """Has Ctrl-C wait until the end of a block with collectives, in which the other ranks are, too."""
-
-    def __enter__(self) -> None:
-        self._came: list[tuple[int, FrameType | None]] = []
-        before = signal.getsignal(signal.SIGINT)
-        self._before = before if callable(before) and current_thread() is main_thread() else None
-        if self._before is not None:
-            signal.signal(signal.SIGINT, lambda *one: self._came.append(one))
-
-    def __exit__(self, *exception: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-            if self._came:
-                self._before(*self._came[0])
-
-
-def uninterrupted(among_others: bool) -> Callable[[], AbstractContextManager[None]]:
-    """Return what makes the context of such a block; one that does nothing where there are no other ranks."""
-    return Uninterrupted if among_others else _NOTHING
-
-
-_NOTHING = repeat(nullcontext()).__next__  # each bucket of a model asks for it: no line of Python runs for that
+def uninterrupted(among_others: bool) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what makes the context of a block with collectives: signals (Ctrl-C) wait for its end, as the other ranks
+    are in them, too. Where there are none it does nothing, in no line of Python: each bucket of a model has one."""
+    return Deferred if among_others else RLock
 
 
 def _bytes(data: bytes) -> Tensor:

@@ -26,8 +26,8 @@ from repository import ROOT
 from torch import Tensor, nn
 
 import lora_merge
-from lora_merge import AlreadyMerged, NotRestored, merged
-from lora_merge.models import claims, signals
+from lora_merge import AlreadyMerged, NotRestored, merged, signals
+from lora_merge.models import claims
 from lora_merge.shards.layout import Layout
 from tests.shards.test_shards_merge import forward, fsdp1, fsdp2, local_bits
 

@@ -1,4 +1,4 @@
-"""Signals that wait until a cleanup step has run to its end."""
+"""Signals that wait until a cleanup step, or a block with collectives, has run to its end."""
 
 from __future__ import annotations
 
@@ -21,12 +21,19 @@ _deferring: list[Deferred] = []
 class Deferred:
     """Holds back what the handlers of signals do, which could raise anywhere in the main thread.
 
-    Any number of signals may come between `defer` and `deliver`. Both may be called repeatedly.
+    Any number of signals may come between `defer` and `deliver`. Both may be called repeatedly. As a context it holds
+    them back for a block.
     """
 
     def __init__(self) -> None:
         self._handlers: list[tuple[int, _Handler]] = []
         self._came: dict[int, FrameType | None] = {}
+
+    def __enter__(self) -> None:
+        self.defer()
+
+    def __exit__(self, *exception: object) -> None:
+        self.deliver()
 
     def defer(self) -> None:
         """Begin, unless this is another thread's, or somebody holds signals back already."""
