@@ -17,11 +17,12 @@ of this is one of a cluster. `--parts` are measured in order, and the file of `-
 - vllm: vLLM's own NCCL weight transfer of the merged stream into a second engine, beside making that stream alone. It
   needs GPUs, and vLLM 0.28 or later. (Its `sharded_rdt` wants Ray and NIXL; it is not run here.)
 
-For the first two: the first push, and medians over `--repeats` steady ones, after a step of training each; the bytes
-that are sent; GB/s into each GPU of the engine, and their share of the link (a copy from the first GPU of the trainer
-to the first one of the engine); peak memory of the fullest trainer GPU in the first push; the longest time between two
-tokens of a request, median over requests and most, beside that before; coverage, and one push whose checksums are
-compared on every worker. On an H200 also what the formulas of `scale.py` predict. Times are those of rank 0.
+For the first two: the first push, and medians over `--repeats` steady ones, after a step of training each, into the
+idle engine and then with requests in flight; the bytes that are sent; GB/s into each GPU of the engine, and their share
+of the link (a copy from the first GPU of the trainer to the first one of the engine); peak memory of the fullest
+trainer GPU in the first push; the longest time between two tokens of a request, median over requests and most, beside
+that before; coverage, and one push whose checksums are compared on every worker. On an H200 also what the formulas of
+`scale.py` predict of an idle engine. Times are those of rank 0.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -179,28 +180,39 @@ def train(model: nn.Module) -> None:
             parameter.mul_(1.001)
 
 
+def phases_of(reports: Sequence[Any]) -> dict[str, float]:
+    """Medians of the milliseconds of each phase."""
+    return {p: statistics.median(1e3 * r.seconds.get(p, 0.0) for r in reports) for p in reports[-1].seconds}
+
+
 async def pushed(args: argparse.Namespace, model: nn.Module, engine: Any, device: torch.device, merge: str) -> Record:
     """Pushes of one kind."""
     from lora_merge import VllmSync
 
-    asked = Requests(engine, args, 1 + (merge == "engine"))
     pusher = VllmSync(model, engine, merge=merge, bucket_bytes=args.bucket_bytes)  # type: ignore[arg-type]
     with least_free(device) as free:
         first = await pusher.apush()
     await pusher.apush()
+
+    async def steady() -> list[Any]:
+        reports = []
+        for _ in range(args.repeats):
+            train(model)
+            reports.append(await pusher.apush())
+        return reports
+
+    idle = phases_of(await steady())
+    asked = Requests(engine, args, 1 + (merge == "engine"))
     await asked.begin()
     await asyncio.sleep(_SETTLE_S if engine is not None else 0)
-    begin, reports = time.perf_counter(), []
-    for _ in range(args.repeats):
-        train(model)
-        reports.append(await pusher.apush())
+    begin = time.perf_counter()
+    reports = await steady()
     end = time.perf_counter()
     await asked.end()
     compared = await pusher.apush(verify=True)
     await pusher.aclose()
 
-    last = reports[-1]
-    phases = {p: statistics.median(1e3 * r.seconds.get(p, 0.0) for r in reports) for p in last.seconds}
+    last, phases = reports[-1], phases_of(reports)
     peak = [None] * dist.get_world_size()
     dist.all_gather_object(peak, free[0] - free[1] if free else 0)
     if engine is not None:
@@ -208,6 +220,8 @@ async def pushed(args: argparse.Namespace, model: nn.Module, engine: Any, device
     return {
         "first_ms": 1e3 * sum(first.seconds.values()),
         "base_sent_first": first.base_sent,
+        "idle_phases_ms": idle,
+        "idle_ms": sum(idle.values()),
         "phases_ms": phases,
         "total_ms": sum(phases.values()),
         "bytes": last.nbytes,
@@ -225,10 +239,12 @@ async def pushed(args: argparse.Namespace, model: nn.Module, engine: Any, device
 def beside_the_link(args: argparse.Namespace, found: Record, merge: str, link_gb_s: float) -> Record:
     """Speed into each GPU of the engine, and what scale.py says where its constants are of this GPU."""
     ranks, size = dist.get_world_size(), found["bytes"] / 1e9
-    seconds = (found["phases_ms"]["transfer"] + found["phases_ms"]["finish"]) / 1e3
     written = "write" in found["transports"]
     each = size / args.tp if written else size
-    found |= {"gb_s_each_gpu": each / seconds, "share_of_link": each / seconds / link_gb_s}
+    for when in ("", "idle_"):
+        phases = found[f"{when}phases_ms"]
+        speed = 1e3 * each / (phases["transfer"] + phases["finish"])
+        found |= {f"{when}gb_s_each_gpu": speed, f"{when}share_of_link": speed / link_gb_s}
     if args.device == "cuda" and "H200" in torch.cuda.get_device_name():
         m = scale.fitted(scale.Machine())
         if merge == "trainer":
@@ -334,16 +350,18 @@ def rows(name: str, found: Record) -> Iterator[tuple[str, str]]:
     first = f"first {found['first_ms']:,.1f} ms, " if "first_ms" in found else ""
     yield name, f"{first}steady {found['total_ms']:,.1f} ms, {found['bytes'] / 1e6:,.1f} MB"
     if "phases_ms" in found:
-        yield "  by phase", ", ".join(f"{phase} {ms:.1f}" for phase, ms in found["phases_ms"].items())
         over = "+".join(found["transports"])
-        speed = f"{found['gb_s_each_gpu']:,.2f} GB/s, {found['share_of_link']:.0%} of the link"
-        yield f"  into each GPU, over {over}", speed
+        for when, of in (("", "under load"), ("idle_", "idle")):
+            yield f"  by phase, {of}", ", ".join(f"{phase} {ms:.1f}" for phase, ms in found[f"{when}phases_ms"].items())
+            speed = f"{found[f'{when}gb_s_each_gpu']:,.2f} GB/s, {found[f'{when}share_of_link']:.0%} of the link"
+            yield f"  into each GPU, over {over}, {of}", speed
         waits = " and ".join(publish.spoken(found[key]) for key in ("longest_ms", "longest_before_ms"))
         yield "  longest wait for a token, median and most; before", f"{waits} ms"
         yield "  peak extra memory of a trainer GPU", f"{found['extra_bytes'] / 2**20:,.0f} MiB"
         yield "  coverage; checksums", f"{found['coverage']}; {found['checksums']}"
     if "predicted_ms" in found:
-        yield "  predicted", f"{found['predicted_ms']:,.1f} ms, {found['predicted_ms'] / found['total_ms']:.2f} of it"
+        predicted, idle = found["predicted_ms"], found["idle_ms"]
+        yield "  idle; predicted", f"{idle:,.1f} ms; {predicted:,.1f} ms, {predicted / idle:.2f} of it"
     if "stream_alone_ms" in found:
         yield "  making the stream alone", f"{found['stream_alone_ms']:,.1f} ms"
 

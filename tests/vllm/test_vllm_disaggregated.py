@@ -24,7 +24,8 @@ def test_a_dry_run(tmp_path: Path) -> None:
     assert (record["trainer_ranks"], record["tp"]) == (2, 2)
     for part in ("merged", "engine"):
         found = record[part]
-        assert found["phases_ms"].keys() == {"check", "pause", "transfer", "finish", "resume"}
+        for when in ("phases_ms", "idle_phases_ms"):
+            assert found[when].keys() == {"check", "pause", "transfer", "finish", "resume"}
         assert (found["transports"], found["coverage"]) == (["shm"], 1.0), found
         assert found["longest_ms"][1] > 0, "requests were in flight"
     assert record["engine"]["bytes"] < record["merged"]["bytes"]
