@@ -95,7 +95,7 @@ def special_digest() -> str:
         values = [value for value in specials if torch.tensor(value, dtype=dtype) != 0]  # float16 has not all
         rows[rows.nonzero()[len(values) :]] = cols[cols.nonzero()[len(values) :]] = False
         for value, i, j in zip(values, rows.nonzero(), cols.nonzero(), strict=True):
-            s.lora_B[i, index] = s.lora_A[rank - 1, j] = value
+            s.lora_B[i, index] = s.lora_A[rank - 1, j] = torch.tensor(value, dtype=dtype)  # torch 2.15 wants it rounded
         odd = rows[:, None] | cols
         cpu.prepare([s], CPU)(False, 0)
         total.update(bits(s.destination)[odd].numpy().tobytes())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import sys
 import types
+from importlib.metadata import version
 from typing import Any
 
 import models
@@ -20,7 +21,9 @@ from lora_merge.integrations.options import Options, switched_off, switched_on
 from lora_merge.integrations.tied import check_tied
 from lora_merge.verify import logprob_gap
 
-TORCH = Release("PyTorch", "torch", (torch.__version__,))
+INSTALLED = version("torch")
+"""Of the distribution: builds for CUDA may name that in `torch.__version__` alone."""
+TORCH = Release("PyTorch", "torch", (INSTALLED,))
 
 
 def test_options_come_from_the_environment() -> None:
@@ -90,7 +93,7 @@ def test_one_line_at_start(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     TORCH.announce("everything")
     Release("PyTorch", "torch", ("0.1",)).announce("everything")
     known, unknown = capsys.readouterr().err.splitlines()
-    assert f"takes over everything of PyTorch {torch.__version__} (tested with {torch.__version__}" in known
+    assert f"takes over everything of PyTorch {INSTALLED} (tested with {INSTALLED}" in known
     assert "LORA_MERGE=0 switches it off" in known
     assert "not tested with this release, but with 0.1" in unknown
     monkeypatch.setenv("RANK", "1")

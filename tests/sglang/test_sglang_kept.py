@@ -36,7 +36,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     policies.save_base(model.get_base_model(), folder)
     words = Tokenizer(WordLevel({str(number): number for number in range(256)}, "1"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="0").save_pretrained(folder)
-    with engine(model, folder, skip_tokenizer_init=False) as one:
+    with engine(model, folder, skip_tokenizer_init=False, enable_return_hidden_states=True) as one:
         yield one
 
 
@@ -100,6 +100,32 @@ def test_a_full_queue_takes_back_what_a_push_keeps(started: Any) -> None:
     finally:
         do(started, "mend")
         sync.close()
+
+
+def test_hidden_states_are_of_the_weights_that_computed_all(started: Any) -> None:
+    """SGLang keeps those of before when it computes a request anew: rows of the old weights came in front of all."""
+    model = policy()
+    sync = SglangSync(model, started)
+    sync.push()
+    policies.train(model, size=0.2)
+
+    async def scenario() -> list[Any]:
+        tasks = await flying(started, TOKENS, return_hidden_states=True)
+        await sync.apush()
+        await ado(started, "slow", 0)
+        return await asyncio.gather(*tasks)
+
+    answers = started.loop.run_until_complete(asyncio.wait_for(scenario(), 120))
+    for prompt, answer in zip(policies.prompts(), answers, strict=False):
+        ids = [*prompt, *answer["output_ids"]]
+        first, *others = answer["meta_info"]["hidden_states"]
+        got = torch.tensor([*first, *others])
+        with torch.no_grad():
+            want = model.base_model.model.model(torch.tensor([ids])).last_hidden_state[0, :-1]
+        assert len(first) > len(prompt), "it has begun anew, with what it had said"
+        assert got.shape == want.shape
+        assert (got - want).abs().max() < 1e-3  # rows of other weights are off by more than 1
+    sync.close()
 
 
 class Batch(SimpleNamespace):

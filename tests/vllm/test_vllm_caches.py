@@ -167,6 +167,14 @@ def test_vllms_own_connectors(kind: str, extra: dict[str, Any], word: str) -> No
     assert bool(why) == bool(word)
 
 
+def test_a_store_that_several_engines_fill() -> None:
+    """LMCache's own connector, which vLLM takes from LMCache's package (0.5.6: it asks its server to forget, which
+    empties the first tier), or a class made of it."""
+    theirs = type("LMCacheMPConnector", (caching_connectors.Forgetful,), {})
+    for kind in (theirs, type("Ours", (theirs,), {})):
+        assert "store for several engines" in unfit._outlasts(kind.__new__(kind))
+
+
 WORDS = ["<pad>", "<bos>", "<eos>", "<unk>", "<image>", "<fake_token_around_image>", "<end_of_utterance>"]
 
 

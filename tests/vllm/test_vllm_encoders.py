@@ -64,3 +64,32 @@ def test_encoders(make: Any, task: str, tmp_path: Path) -> None:
             train(pooler)
             with pytest.raises(PushRefused, match=r"pooler\.dense\.weight is trained.*BertModel.*target_modules"):
                 VllmSync(pooler, llm).push()
+
+
+def test_a_prompt_that_is_half_pooled(tmp_path: Path) -> None:
+    """vLLM keeps the rows of the chunks before, and computes the whole prompt anew: a reward model's answer had 64 rows
+    of the old weights in front of its own."""
+    model = models.with_lora(engines.qwen2, target_modules=engines.LINEARS)
+    base = tmp_path / "base"
+    engines.save_base(model.get_base_model(), base)
+    engines._tokenizer().save_pretrained(base)
+    prompt = [(11 * i + 5) % 251 for i in range(150)]
+    options = {"runner": "pooling", "convert": "embed", "num_gpu_blocks_override": None, "skip_tokenizer_init": False}
+    with engine(model, base, **options, max_model_len=256, max_num_batched_tokens=64) as llm:
+        sync, inside = VllmSync(model, llm), llm.llm_engine
+        for step in range(2):
+            train(model, step, 0.2)
+            sync.push()
+            params = PoolingParams(task="token_embed", use_activation=False)
+            inside.add_request(str(step), {"prompt_token_ids": prompt}, params)
+            assert not inside.step(), "more of the prompt is to come"
+            train(model, step + 5, 0.2)
+            sync.push()
+            ended = []
+            while inside.has_unfinished_requests():
+                ended += inside.step()
+            with torch.no_grad():
+                want = model.base_model.model.model(input_ids=torch.tensor([prompt])).last_hidden_state[0]
+            got = ended[0].outputs.data.float()
+            assert got.shape == want.shape
+            assert (got - want).abs().max() < 1e-3  # rows of other weights are off by more than 1

@@ -359,3 +359,6 @@ def test_engines_that_cannot_keep(tmp_path: Path, options: dict[str, Any], word:
     assert word in found
     assert bool(word) == bool(found)
     assert "0.32" in kept.unkept(config, False)
+    if hasattr(config, "aux_output_config"):  # which wants a GPU to be asked for
+        config.aux_output_config.enable_return_routed_experts = True
+        assert bool(word) or "enable_return_routed_experts" in kept.unkept(config, True)

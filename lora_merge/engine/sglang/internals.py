@@ -28,7 +28,9 @@ PENALTIES = "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchest
 """What makes the penalties of a batch, in a scheduler."""
 QUEUE_LIMIT = "sglang.srt.managers.scheduler.Scheduler._abort_on_queued_limit"
 """A scheduler's method that ends a request for which its queue has no place (`max_queued_requests`)."""
-_PLUGIN = (REGISTRY, HOOKED, RELEASE_MEMORY, RESUME_MEMORY, PENALTIES, QUEUE_LIMIT)
+RETRACT = "sglang.srt.managers.schedule_batch.Req.reset_for_retract"
+"""A request's method that forgets what was computed of it, as it goes back to the queue."""
+_PLUGIN = (REGISTRY, HOOKED, RELEASE_MEMORY, RESUME_MEMORY, PENALTIES, QUEUE_LIMIT, RETRACT)
 """What the plugin takes and hooks, by path, as all names that follow."""
 _STRUCTURES = "sglang.srt.managers.io_struct."
 _OF_CALLERS = tuple(

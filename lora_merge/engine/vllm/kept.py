@@ -200,6 +200,11 @@ def unkept(config: Any, has_versions: bool) -> str:
         return f"has a KV connector ({connector.kv_connector}), which hands blocks of the old weights to new requests"
     if events is not None and events.enable_kv_cache_events:
         return "tells others of its blocks (kv_events_config), who would send it requests for blocks that it keeps"
+    if getattr(getattr(config, "aux_output_config", None), "enabled", False):
+        return (
+            "returns the experts that tokens went to (enable_return_routed_experts), which it stores by prompt until "
+            "its caches are reset: new requests would be given those of the old weights"
+        )
     if config.model_config.runner_type == "pooling":
         return "is a pooling engine, whose answers could not say of which weights they are"
     scheduler = config.scheduler_config.scheduler_cls  # vLLM's own where it is None

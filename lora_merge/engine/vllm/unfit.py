@@ -22,9 +22,10 @@ _TOKENS = "classifier_from_token"
 _BARRED = "flashinfer_moe_ep"
 """The package of vLLM's with experts whose layout cannot be loaded again. vLLM does not choose them for an engine that
 was started for weight transfer (0.32)."""
-_SHARED_STORES = {"MooncakeStoreConnector"}
+_SHARED_STORES = {"MooncakeStoreConnector", "LMCacheMPConnector"}
 """KV connectors whose blocks lie in a store that other engines fill, too: forgetting what one has put there is not
-enough."""
+enough. (The second one is LMCache's own, given by `kv_connector_module_path`: its reset empties the first tier alone,
+and there leaves blocks that are being read.)"""
 _RESET_SPECS = {"CPUOffloadingSpec"}
 """Stores of vLLM's `OffloadingConnector` that its reset empties. (Of tiers it empties the first alone.)"""
 
@@ -130,7 +131,7 @@ def _outlasts(connector: Any) -> str:
     kind = type(connector)
     if kind.reset_cache is internals.KVConnectorBase_V1.reset_cache:  # which says that all is well
         return "forgets nothing (it does not override reset_cache)"
-    if kind.__name__ in _SHARED_STORES:
+    if any(base.__name__ in _SHARED_STORES for base in kind.__mro__):
         return "has its blocks in a store for several engines, where others still put those of the old weights"
     extra = connector._kv_transfer_config.kv_connector_extra_config or {}
     spec = extra.get("spec_name", "CPUOffloadingSpec")
