@@ -57,8 +57,8 @@ class Seeing:
     def ask(self) -> list[Any]:
         """Ask for two images, and a text, one after the other.
 
-        SGLang 0.5.15 drops what a request of a batch waits for if it ends while later images are still prepared: KeyError
-        (its pull request 36638).
+        SGLang 0.5.15 drops what a request of a batch waits for if it ends while later images are still prepared:
+        KeyError (its pull request 36638).
         """
         return [self.answer(image) for image in self.asked]
 
