@@ -333,6 +333,11 @@ def check_shared_arguments(
             f"share=True got mode={mode!r}, merge={merge!r}: what is shared holds merged weights; pass mode='merged' "
             "and merge='trainer'"
         )
+    if isinstance(model, nn.Module) and not layers_of(model):
+        raise InvalidInput(
+            "share=True: the model has no LoRA layers, and full fine-tuning shares no weights: leave share out. If an "
+            "adapter is trained, pass the PeftModel, not its bare base"
+        )
     if len(controls) != 1 or controls[0].suspends:
         raise InvalidInput(
             f"share=True got {len(controls)} engines on one of {ranks} trainer ranks, or an AsyncLLM: expected one LLM "
