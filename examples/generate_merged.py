@@ -3,7 +3,7 @@
     python examples/generate_merged.py                                           # a tiny model, on the CPU
     python examples/generate_merged.py --device cuda --model Qwen/Qwen2.5-1.5B   # bf16, on a GPU
 
-Needs `pip install 'lora-merge[peft]'`. Inside of the block the base weights hold base and adapters, and the adapters
+Needs `pip install ".[peft]"` in a clone. Inside of the block the base weights hold base and adapters, and the adapters
 add nothing on top, so that each linear layer is one product, not three. After it every weight is what it was, bit for
 bit, also after an exception. What training does next is as if nothing had happened.
 """

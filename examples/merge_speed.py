@@ -3,7 +3,7 @@
     python examples/merge_speed.py                                           # a small model, on the CPU
     python examples/merge_speed.py --device cuda --model Qwen/Qwen2.5-1.5B   # 3 GB, on a GPU
 
-Needs `pip install 'lora-merge[peft]'`. A copy reads every byte of the weights and writes it somewhere else; no merge
+Needs `pip install ".[peft]"` in a clone. A copy reads every byte of the weights and writes it somewhere else; no merge
 can take less. Compiled kernels are for GPUs with compute capability 8.0 (A100, A10, L4) or newer; others run Triton or
 the reference, and a warning says so. `lora-merge bench` measures the same with more methods, exactness and memory.
 """

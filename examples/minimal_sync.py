@@ -3,7 +3,7 @@
     python examples/minimal_sync.py           # a tiny model, into a transformers model that stands for an engine
     python examples/minimal_sync.py --vllm    # into a vLLM engine in this process (run with vLLM 0.32 on a CPU)
 
-Needs `pip install 'lora-merge[peft]'`. All but `compare` is plain torch and PEFT: adapters are merged in float64 and
+Needs `pip install ".[peft]"` in a clone. All but `compare` is plain torch and PEFT: adapters are merged in float64 and
 rounded once, the tensors travel in buckets, an engine loads them. `compare` holds `lora_merge.MergedWeights` against
 that. For LoRA on Linear, Conv1D and Embedding, one adapter or several.
 """

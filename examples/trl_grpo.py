@@ -4,7 +4,7 @@
     python examples/trl_grpo.py --out runs/trl --mode adapter
     python examples/trl_grpo.py --out runs/trl --model Qwen/Qwen2.5-0.5B --cuda
 
-Needs `pip install 'lora-merge[vllm]' trl`. `attach(trainer)` is the switch; the command line `trl grpo` takes
+Needs `pip install ".[vllm]" trl` in a clone. `attach(trainer)` is the switch; the command line `trl grpo` takes
 LORA_MERGE=1 instead. Without --model a tiny one with random weights is made in --out, which a CPU trains in seconds;
 a GPU has to know bfloat16 (compute capability 8.0 or newer). The reward is the share of letters in an answer. The
 check ends the run if the engine answers as another policy than the one that is trained.

@@ -210,6 +210,8 @@ def measure(method: Method, matrices: Sequence[Matrix], device: torch.device, re
 
 _COPIES = {"lora_merge in place": 3, "merged() enter+exit": 5, "peft": 20, "addmm_": 12}
 """Copies that one run of a method takes, there and back; others take 2."""
+CHECKS = 3
+"""Checks of one matrix that the estimate takes the least of."""
 
 
 def seconds_of(
@@ -217,12 +219,15 @@ def seconds_of(
 ) -> float:
     """Estimate how long all methods take: each is checked against float64 and timed. Runs the check of one matrix.
 
+    The first check starts threads and allocates. A share of a hundredth makes minutes of that, so the least counts.
+
     Args:
         copies: milliseconds of a large copy.
     """
     least = min(matrices, key=lambda m: m.weight.numel())
     share = least.weight.numel() / sum(m.weight.numel() for m in matrices)
-    check_ms = timing.milliseconds(lambda: least.compare(least.base()), args.device) / share
+    checks = [timing.milliseconds(lambda: least.compare(least.base()), args.device) for _ in range(CHECKS)]
+    check_ms = min(checks) / share
     check_ms /= min(len(matrices), torch.get_num_threads()) if args.device.type == "cpu" else 1
     run_s = [_COPIES.get(name, 2) * timing.typical(args.device)(copies) / 1e3 for name in methods]
     return sum(check_ms / 1e3 + 3 * one + min(args.repeat * one, BUDGET_S) for one in run_s)

@@ -91,3 +91,9 @@ def test_words_that_are_none(option: str) -> None:
 def test_sglang_shares_no_weights() -> None:
     with pytest.raises(InvalidInput, match="share=True: SGLang's schedulers, which hold its weights, run in processes"):
         SglangSync(models.with_lora(models.qwen2), "http://127.0.0.1:9", share=True)
+
+
+def test_full_fine_tuning_shares_no_weights() -> None:
+    """It is told so at once, and not after it has moved its engine into its own process."""
+    with pytest.raises(InvalidInput, match="no LoRA layers, and full fine-tuning shares no weights: leave share out"):
+        VllmSync(models.qwen2(), "http://127.0.0.1:9", share=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +22,7 @@ from docs_code import fenced
 from repository import ROOT
 
 import lora_merge
-from lora_merge.bench import checkpoint, report
+from lora_merge.bench import checkpoint, job, report
 
 METHODS = ["lora_merge in place", "lora_merge out of place", "merged() enter+exit", "peft", "addmm_"]
 FIELDS = {"ms", "x_copy", "gb_s", "extra_bytes", "max_ulp", "misrounded", "restored"}
@@ -107,6 +109,15 @@ def test_every_column_and_method_has_a_legend() -> None:
 )
 def test_times_in_words(seconds: float, told: str) -> None:
     assert report.words_of(seconds) == f"about {told}"
+
+
+def test_a_first_check_makes_no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts threads and allocates; as the share of one small matrix that was an hour for a run of three minutes."""
+    took = iter([1000.0, 2.0, 1.0])
+    monkeypatch.setattr(job.timing, "milliseconds", lambda call, device: next(took))
+    small, large = (SimpleNamespace(weight=torch.empty(size)) for size in (1, 999))
+    args = argparse.Namespace(device=torch.device("cpu"), repeat=9)
+    assert 0 < job.seconds_of(["peft"], [small, large], args, [1e-3]) < 2
 
 
 def test_a_bar_that_is_cut_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ...choices import Merge, Mode, Rounding
 from ...errors import InvalidInput, PushRefused
 from ...kernels.segments import raw
+from ...models.live import check_model
 from ...shards.layout import Layout
 from ...stream.bucket_writer import BucketWriter
 from ...training.check import check_trainable
@@ -332,6 +333,11 @@ def check_shared_arguments(
         raise InvalidInput(
             f"share=True got mode={mode!r}, merge={merge!r}: what is shared holds merged weights; pass mode='merged' "
             "and merge='trainer'"
+        )
+    if not check_model(model) and not layers_of(model):
+        raise InvalidInput(
+            "share=True: the model has no LoRA layers, and full fine-tuning shares no weights: leave share out. If an "
+            "adapter is trained, pass the PeftModel, not its bare base"
         )
     if len(controls) != 1 or controls[0].suspends:
         raise InvalidInput(
