@@ -109,6 +109,22 @@ def chunks_of(bridge: Any, chunks: Sequence[Any]) -> Any:
     found = getattr(bridge, "_model_bridge", None)
     if found is None:
         return list(chunks)
+    if (changes := _changes(type(found))) is not None:
+        raise InvalidInput(
+            f"{changes} changes exported weights beyond what its mappings say (maybe_modify_converted_hf_weight), and "
+            "how is not known here; export by Megatron-Bridge: del bridge.export_hf_weights takes bind back"
+        )
     config = getattr(bridge.hf_pretrained, "config", bridge.hf_pretrained)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return Chunks(list(chunks), vocab_size=text.vocab_size, names=bridge_names(found.mapping_registry()))
+
+
+_HOOK = "maybe_modify_converted_hf_weight"
+_HARMLESS = {"MegatronModelBridge", "GPTOSSBridge", "Qwen3VLMoEBridge", "DeepSeekV3Bridge", "LlamaBridge", "MimoBridge"}
+"""Bridges whose hook stacks experts as is known here, adds constants, or changes layers of multi-token prediction
+alone, which are refused elsewhere."""
+
+
+def _changes(cls: type) -> str | None:
+    """Return the name of the class that gives a bridge a hook which changes what is exported, if one is unknown."""
+    return next((c.__name__ for c in cls.__mro__ if _HOOK in vars(c) and c.__name__ not in _HARMLESS), None)

@@ -117,6 +117,12 @@ def refused(case: Case, folder: Path) -> None:
     with pytest.raises(UnsupportedAdapter, match="DoRALinear"):
         bridge.export_hf_weights(chunks)
     layer.__class__ = was
+    known = vars(type(bridge))["_model_bridge"]
+    hooked = type("Gemma4Bridge", (type(bridge._model_bridge),), {"maybe_modify_converted_hf_weight": None})
+    type(bridge)._model_bridge = property(lambda self: hooked())
+    with pytest.raises(InvalidInput, match="Gemma4Bridge changes exported weights"):
+        bind(auto_bridge(folder)).export_hf_weights(chunks)
+    type(bridge)._model_bridge = known
     assert len(list(bridge.export_hf_weights(chunks))) == 21
 
 

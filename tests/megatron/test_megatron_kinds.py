@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.megatron.test_megatron_read import assemble
 
 POOL = Pool(2, method="spawn")
 """Workers with modules in the place of TransformerEngine's, which other workers of this folder have not."""
+BRIDGE = tuple(map(int, version("megatron-bridge").split(".")[:2]))
 BF16, FLOAT = torch.bfloat16, torch.float32
 TP, PP, EP = Grid(tp=2, etp=1), Grid(pp=2), Grid(ep=2)
 
@@ -62,6 +64,7 @@ CASES = [
     Case("qwen2_5_vl", TP),
     Case("qwen2_5_vl", PP),
     Case("qwen3_vl", Grid()),
+    Case("qwen3_vl", TP),
     Case("qwen3_vl_moe", EP),
 ]
 
@@ -85,6 +88,8 @@ def compare(case: Case, hf: Any, ranks: list[dict[str, Any]]) -> None:
             assert set(rank[what]) == set(wanted), f"{what}: {sorted(set(rank[what]) ^ set(wanted))}"
             for name, value in wanted.items():
                 assert_same_bits(rank[what][name], value, f"{what}: {name}")
+        if "stock" in rank:
+            as_stock(case, rank["stock"], wanted)
         assert_same_bits(rank["after"], rank["adapters"], "logits after")
         assert not torch.equal(rank["plain"], rank["adapters"]), "the adapters do nothing"
         sent(case, hf_kinds.checkpoint(hf), wanted, rank)
@@ -96,12 +101,21 @@ def compare(case: Case, hf: Any, ranks: list[dict[str, Any]]) -> None:
 def test_experts_that_share_one_half_of_their_adapters(case: Case, tmp_path: Path) -> None:
     hf = hf_kinds.hf_model(case.kind, case.dtype)
     hf_kinds.save(hf, tmp_path)
-    ranks = POOL.run(*on(case, tmp_path, True))
+    ranks = POOL.run(*on(case, tmp_path, "outer"))
     compare(case, hf, ranks)
     if case.kind == "deepseek_v3":
         shared = {name: t for name, t in ranks[0]["exported"].items() if "experts.0.down_proj.lora_B" in name}
         for name, tensor in shared.items():
             assert torch.equal(tensor, ranks[0]["exported"][name.replace("experts.0", "experts.3")])
+
+
+@pytest.mark.skipif(BRIDGE < (0, 5), reason="Megatron-Bridge has had them since 0.5")
+@pytest.mark.parametrize("case", [Case("deepseek_v3", EP), Case("gpt_oss", EP), Case("qwen3_vl_moe", EP)], ids=str)
+def test_experts_with_an_adapter_each(case: Case, tmp_path: Path) -> None:
+    """Of half the others' rank, as two experts see each token."""
+    hf = hf_kinds.hf_model(case.kind, case.dtype)
+    hf_kinds.save(hf, tmp_path)
+    compare(case, hf, POOL.run(*on(case, tmp_path, "each")))
 
 
 BAD = [
@@ -134,6 +148,7 @@ BAD = [
     ),
     ("qwen3_next", "heads of the delta net", r"InvalidInput: rank 0: .*\.in_proj\.weight: .* linear_num_value_heads=2"),
     ("qwen3_next", "q alone", r"UnsupportedAdapter: rank 0: .*linear_qkv: an adapter on q alone"),
+    ("nemotron_h", "gate and up", r"UnsupportedAdapter: rank 0: .*linear_fc1: an adapter on (gate|up) alone, which"),
     ("nemotron_h", "groups of Mamba", r"InvalidInput: rank 0: .*\.in_proj\.weight: 200 rows .* mamba_num_groups=4"),
     ("qwen2_5_vl", "another model with a tower", r"InvalidInput: mine\.AnotherVL: .* pass names="),
 ]
@@ -144,6 +159,16 @@ def test_what_is_not_known_is_refused_by_name(kind: str, damage: str, wanted: st
     hf_kinds.save(hf_kinds.hf_model(kind), tmp_path)
     (said,) = POOL.run(1, call, "megatron_kinds", "refused", kind, str(tmp_path), damage)
     assert re.match(wanted, said), said
+
+
+def as_stock(case: Case, stock: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """Megatron-Bridge's own export merges the same, up to the order of sums."""
+    assert set(stock) == set(wanted), sorted(set(stock) ^ set(wanted))
+    for name, value in wanted.items():
+        theirs = stock[name][: value.shape[0]]
+        assert theirs.shape == value.shape, name
+        error, largest = (theirs.double() - value.double()).abs().max(), float(value.double().abs().max())
+        assert error <= (2.0**-20 if case.dtype == FLOAT else 2.0**-8) * largest, f"{name}: off by {error}"
 
 
 def agree(case: Case, hf: Any, wanted: dict[str, Tensor], ranks: list[dict[str, Any]]) -> None:

@@ -161,7 +161,7 @@ def features(kind: str, tower: Any) -> Tensor:
     patch = 14 if kind == "qwen2_5_vl" else 16
     with torch.no_grad():
         out = tower(torch.randn(16, 3 * 2 * patch * patch), torch.tensor([[1, 4, 4]]))
-    return out.pooler_output
+    return out[0] if isinstance(out, tuple) else out.pooler_output  # a tuple: Megatron-Bridge 0.5's tower
 
 
 def tower_of(model: Any) -> Any | None:
@@ -179,6 +179,7 @@ def checkpoint(model: Any) -> dict[str, Tensor]:
 
 def _turned(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """From transformers' checkpoint of this model to the hub's, and back."""
+    tensors = {name.replace("backbone.embedding.", "backbone.embeddings."): t for name, t in tensors.items()}  # of 5.8
     turned = {name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))}
     turned = turned if type(model).__name__ == "Qwen3VLMoeForConditionalGeneration" else set()
     return tensors | {name: tensors[name].transpose(1, 2).contiguous() for name in turned}

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import sys
 from importlib.machinery import ModuleSpec
+from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -74,6 +75,7 @@ def _scan(
 for _name in ("fla", "fla.modules", "fla.ops", "mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
     _module(_name)
 _module("fla.modules.l2norm", l2norm=_l2norm)
+_module("fla.modules.convolution", causal_conv1d=None)
 _module("fla.ops.gated_delta_rule", chunk_gated_delta_rule=None)
 _module("mamba_ssm.ops.triton.layernorm_gated", RMSNorm=_GatedNorm)
 _module("mamba_ssm.ops.triton.ssd_combined", mamba_chunk_scan_combined=None, mamba_split_conv1d_scan_combined=_scan)
@@ -179,7 +181,8 @@ def build(
     }  # fmt: skip
     sizes |= {name: value for name, value in text.rope_parameters.items() if name == "mrope_section"}
     if kind == "nemotron_h":
-        sizes |= {"hybrid_override_pattern": config.hybrid_override_pattern, "num_layers": config.num_hidden_layers}
+        which = "hybrid_layer_pattern" if hasattr(provider, "hybrid_layer_pattern") else "hybrid_override_pattern"
+        sizes |= {which: config.hybrid_override_pattern, "num_layers": config.num_hidden_layers}
     for name, value in (ON_CPU | sizes | PROVIDED.get(kind, {}) | options).items():
         setattr(provider, name, value)
     if cut:
@@ -190,6 +193,11 @@ def build(
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     first, last = ps.is_pipeline_first_stage(), ps.is_pipeline_last_stage()
     chunk = provider.provide(pre_process=first, post_process=last)
+    for module in chunk.modules():
+        if type(module).__name__ == "Qwen3VLVisionPatchMerger":
+            module.activation_func = F.gelu  # as transformers'; Megatron-Bridge 0.5 takes the tower's approximation
+    if hasattr(chunk, "language_model") and last:
+        chunk.language_model.output_layer.gather_output = True  # as `parallel_output` says, which towers' models drop
     if not options:
         bridge.load_hf_weights([chunk], folder)
     return bridge, [chunk.eval()]
@@ -227,7 +235,7 @@ TARGETS = {
 }
 
 
-def adapt(kind: str, chunks: list[Any], targets: list[str] | None = None) -> None:
+def adapt(kind: str, chunks: list[Any], targets: list[str] | None = None, **options: Any) -> None:
     """Put Megatron-Bridge's LoRA on its layers (default: `TARGETS`), with an effect, and with replicas that agree."""
     from megatron.bridge.peft import lora, lora_layers
 
@@ -235,7 +243,7 @@ def adapt(kind: str, chunks: list[Any], targets: list[str] | None = None) -> Non
     if forward.__code__.co_argcount == 2:  # see `megatron_models.bridge`
         router.forward = lambda self, x, padding_mask=None: forward(self, x)
     for i, chunk in enumerate(chunks):
-        chunks[i] = lora.LoRA(target_modules=targets or TARGETS[kind], dim=4, alpha=6)(chunk, training=False)
+        chunks[i] = lora.LoRA(target_modules=targets or TARGETS[kind], dim=4, alpha=6, **options)(chunk, training=False)
         for name, parameter in chunks[i].named_parameters():
             if ".linear_in." in name or ".linear_out." in name:
                 cut, expert = getattr(parameter, "tensor_model_parallel", False), ".experts." in name
@@ -284,18 +292,25 @@ class SharedOuter(nn.Module):
 SharedOuter.__module__, SharedOuter.__qualname__ = "megatron.bridge.peft.utils", "SharedOuterGroupedExpertAdapter"
 
 
-def ps_config(base: Any) -> Any:
-    return next(value for value in (getattr(base, "config", None),) if value is not None)
+def _own_shared_outer(adapter: Any, name: str, base: Any) -> Any:
+    row = type(base).__name__ == "TERowParallelGroupedLinear"
+    return adapter(
+        base.in_features, base.out_features, 4, num_local_experts=base.num_gemms, base_linear_name=name, alpha=6,
+        activation="identity", input_is_parallel=row, model_parallel_config=base.config,
+        params_dtype=base.weight0.dtype,
+    )  # fmt: skip
 
 
 def share_outer(chunks: list[Any]) -> None:
     """Put such adapters on all experts: what is shared is the same on all ranks."""
+    from megatron.bridge.peft import utils
     from megatron.bridge.peft.lora_layers import LoRALinear
 
     for chunk in chunks:
         for name, module in list(chunk.named_modules()):
             if name.endswith((".experts.linear_fc1", ".experts.linear_fc2")):
-                adapter = SharedOuter(module, 4, 6)
+                own = getattr(utils, "SharedOuterGroupedExpertAdapter", None)  # Megatron-Bridge's, since 0.5
+                adapter = SharedOuter(module, 4, 6) if own is None else _own_shared_outer(own, name, module)
                 for key, parameter in adapter.named_parameters():
                     rank = ps.get_expert_model_parallel_rank() if parameter.dim() == 3 else 0
                     torch.manual_seed(1000 * mm.hash_of(name + key) + rank)
@@ -304,21 +319,31 @@ def share_outer(chunks: list[Any]) -> None:
                 setattr(chunk.get_submodule(parent), key, LoRALinear(module, adapter))
 
 
+def stock_merges() -> bool:
+    """Megatron-Bridge's own export merges DeepSeek-V3 in float32, since 0.5. Of the others 0.5.1 merges some layers
+    otherwise than their forwards add (Mamba's in_proj over ranks, towers), or ends in an error."""
+    return tuple(map(int, version("megatron-bridge").split(".")[:2])) >= (0, 5)
+
+
 def boxes(shard: Any) -> dict[str, Any]:
     return {"shape": shard.shape, "whole": shard.whole, "pieces": [(p.start, p.tensor.clone()) for p in shard.pieces]}
 
 
 def work(
-    kind: str, folder: str, grid: mm.Grid, dtype: torch.dtype, bucket_bytes: int, cut: bool, shared: bool = False
+    kind: str, folder: str, grid: mm.Grid, dtype: torch.dtype, bucket_bytes: int, cut: bool, experts: str = ""
 ) -> dict[str, Any]:
     """On each rank: what the forwards say with adapters, inside `merged` and after it; streams; the adapters as they
-    lie; what Megatron-Bridge's mappings make of the names; and what adapter mode sends."""
+    lie; what Megatron-Bridge's mappings make of the names, and its own export; and what adapter mode sends.
+
+    Args:
+        experts: "": all of a rank under one adapter; "outer": see `share_outer`; "each": under one of its own.
+    """
     bridge, chunks = build(kind, folder, grid, dtype, cut=cut)
     plain = logits(kind, chunks)
-    if shared:
+    if experts == "outer":
         share_outer(chunks)
     else:
-        adapt(kind, chunks)
+        adapt(kind, chunks, **({"share_expert_adapters": False, "normalize_moe_lora": True} if experts else {}))
     parameters = [p for chunk in chunks for p in chunk.parameters()]
     before = [p.detach().clone() for p in parameters]
     answer: dict[str, Any] = {"plain": plain, "adapters": logits(kind, chunks), "tower": tower(kind, chunks)}
@@ -334,6 +359,9 @@ def work(
     assert [name for name, _, _ in stream.metadata()] == list(answer["stream"])
     named = Chunks(chunks, names=bridge_names(bridge._model_bridge.mapping_registry()))
     answer["bridge"] = {name: tensor.clone() for name, tensor in MergedWeights(named)}
+    if kind == "deepseek_v3" and stock_merges():
+        stock = bridge.export_hf_weights(chunks, cpu=True, show_progress=False)
+        answer["stock"] = {weight.param_name: weight.weight.clone() for weight in stock}
     for p, was in zip(parameters, before, strict=True):
         assert torch.equal(p.detach(), was), "a shard after everything"
     found = read(chunks)
@@ -379,14 +407,12 @@ def refused(kind: str, folder: str, damage: str) -> str:
             first.config.kv_lora_rank = 32
         case "value heads":
             first.config.v_head_dim = 24
-        case "q alone":
+        case "q alone" | "gate and up":
             from megatron.bridge.peft.canonical_lora import CanonicalLoRA
 
-            chunks = [
-                CanonicalLoRA(target_modules=["linear_q", "linear_k", "linear_v"], dim=4, alpha=6)(
-                    first, training=False
-                )
-            ]
+            targets = ["linear_fc1_gate", "linear_fc1_up"]
+            targets = ["linear_q", "linear_k", "linear_v"] if damage == "q alone" else targets
+            chunks = [CanonicalLoRA(target_modules=targets, dim=4, alpha=6)(first, training=False)]
     try:
         read(chunks)
     except Exception as error:

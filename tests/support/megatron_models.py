@@ -419,7 +419,7 @@ def stand_ins() -> dict[str, types.ModuleType]:
     for name in ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNorm", "RMSNorm"):
         setattr(pytorch, name, type(name, (nn.Module,), {}))
     pytorch.ops = types.SimpleNamespace(Sequential=nn.Sequential)
-    te.pytorch = pytorch
+    te.pytorch, te.__version__ = pytorch, "0"  # type: ignore[attr-defined]  # megatron-core 0.18 asks; older than all
     return {"transformer_engine": te, "transformer_engine.pytorch": pytorch}
 
 

@@ -130,10 +130,12 @@ class _Norm(nn.Module):
     kind = "RMSNorm"
 
     def __init__(
-        self, hidden_size: int, eps: float = 1e-5, sequence_parallel: bool = False,
-        params_dtype: torch.dtype = torch.float32, zero_centered_gamma: bool = False, **options: Any,
+        self, normalized_shape: int = 0, eps: float = 1e-5, sequence_parallel: bool = False,
+        params_dtype: torch.dtype = torch.float32, zero_centered_gamma: bool = False, hidden_size: int = 0,
+        **options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
+        hidden_size = hidden_size or normalized_shape  # the older name is what megatron-core 0.16 says
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.weight = nn.Parameter((torch.zeros if zero_centered_gamma else torch.ones)(hidden_size).to(params_dtype))
         self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=params_dtype)) if self.kind == "LayerNorm" else None
@@ -168,15 +170,17 @@ class DotProductAttention(nn.Module):
             assert cu_seqlens_q is not None
             sizes = cu_seqlens_q.diff().tolist()
             sequences = zip(query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
-            return torch.cat([self.attend(*(t[:, None] for t in one), None).squeeze(1) for one in sequences])
+            causal = "causal" in attn_mask_type  # a tower sees all of an image
+            return torch.cat([self.attend(*(t[:, None] for t in one), None, causal).squeeze(1) for one in sequences])
         return self.attend(query, key, value, attention_mask if attn_mask_type != "causal" else None)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None, causal: bool = True) -> Tensor:
         """`[s, b, heads, channels]` to `[s, b, heads * channels]`; masked: what is not seen, default: the future."""
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         allowed = None if masked is None else ~masked
+        causal = causal and allowed is None
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=allowed, is_causal=allowed is None, scale=self.softmax_scale, enable_gqa=True
+            q, k, v, attn_mask=allowed, is_causal=causal, scale=self.softmax_scale, enable_gqa=True
         )
         return out.permute(2, 0, 1, 3).flatten(2)
 
@@ -189,6 +193,7 @@ def install() -> None:
                "RMSNorm": RMSNorm, "LayerNorm": LayerNorm, "DotProductAttention": DotProductAttention,
                "ops": SimpleNamespace(Sequential=nn.Sequential, FusibleOperation=nn.Module)}  # fmt: skip
     no_fp8 = {"fp8_autocast": lambda *args, **kwargs: contextlib.nullcontext(),
+              "fp8_model_init": lambda *args, **kwargs: contextlib.nullcontext(),
               "FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False)}  # fmt: skip
     contents: dict[str, dict[str, Any]] = {
         "transformer_engine": {"__version__": "2.2.0"},

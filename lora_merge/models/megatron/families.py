@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .conversion import ONE_LESS, stacked
+from .rows import CONCATENATED
 
 Table = Mapping[str, "str | Mapping[str, str]"]
 """Megatron name inside of a layer -> HF name inside of a layer; or the names of the tensors that are fused by rows."""
@@ -63,7 +64,8 @@ def within_vision(paths: list[str], text: Find, moe: bool) -> Find | None:
 
     def names(name: str) -> str | Mapping[str, str] | None:
         if name.startswith(inside):
-            return tower + name.removeprefix(inside)
+            part = _tower_part(name.removeprefix(inside))
+            return part and tower + part
         if not name.startswith("language_model."):
             return None
         name = name.removeprefix("language_model.")
@@ -72,6 +74,26 @@ def within_vision(paths: list[str], text: Find, moe: bool) -> Find | None:
         return hf and (place(hf) if isinstance(hf, str) else {key: place(value) for key, value in hf.items()})
 
     return names
+
+
+_TOWER = [
+    (r"decoder\.layers\.(\d+)\.self_attention\.linear_qkv\.layer_norm_(weight|bias)", r"blocks.\1.norm1.\2"),
+    (r"decoder\.layers\.(\d+)\.mlp\.linear_fc1\.layer_norm_(weight|bias)", r"blocks.\1.norm2.\2"),
+    (r"decoder\.layers\.(\d+)\.self_attention\.linear_qkv\.(weight|bias)", rf"blocks.\1.attn.qkv.\2{CONCATENATED}"),
+    (r"decoder\.layers\.(\d+)\.self_attention\.linear_proj\.(weight|bias)", r"blocks.\1.attn.proj.\2"),
+    (r"decoder\.layers\.(\d+)\.(mlp\.linear_fc[12]\.(?:weight|bias))", r"blocks.\1.\2"),
+    (r"(?:decoder\.)?(merger|deepstack_merger_list\.\d+)\.patch_norm\.(weight|bias)", r"\1.norm.\2"),
+    (r"decoder\.(deepstack_merger_list\.\d+\.linear_fc[12]\.(?:weight|bias))", r"\1"),
+]
+"""Names inside of Qwen3-VL's tower in Megatron's own layers, as Megatron-Bridge 0.5 builds it -> in the checkpoint."""
+
+
+def _tower_part(name: str) -> str | None:
+    """Return the checkpoint's name inside of a tower: of transformers' tower the same one."""
+    for pattern, hf in _TOWER:
+        if found := re.fullmatch(pattern, name):
+            return found.expand(hf)
+    return None if name.startswith("decoder.") else name
 
 
 def _vl_expert(name: str) -> str | Mapping[str, str] | None:

@@ -11,7 +11,8 @@ from ...names import innermost, lineage
 
 _CORE = "megatron.core."
 _GPT = _CORE + "models.gpt.gpt_model.GPTModel"
-_MAMBA = _CORE + "models.mamba.mamba_model.MambaModel"
+_MAMBA = {_CORE + "models.mamba.mamba_model.MambaModel", _CORE + "models.hybrid.hybrid_model.HybridModel"}
+"""The second name is that of megatron-core 0.18."""
 _LAYERS = {
     _CORE + "transformer.transformer_layer.TransformerLayer",
     _CORE + "ssm.mamba_layer.MambaLayer",
@@ -34,14 +35,14 @@ def text_of(chunk: nn.Module) -> Any | None:
     for candidate in (model, model._modules.get("language_model")):
         if candidate is not None:
             text = innermost(candidate)
-            if not {_GPT, _MAMBA}.isdisjoint(lineage(type(text))):
+            if not {_GPT, *_MAMBA}.isdisjoint(lineage(type(text))):
                 return text
     return None
 
 
 def is_mamba(model: nn.Module) -> bool:
     """Return True for a MambaModel, which may hold attention and experts too."""
-    return _MAMBA in lineage(type(model))
+    return not _MAMBA.isdisjoint(lineage(type(model)))
 
 
 def is_layer(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from ...errors import InvalidInput
 from .conversion import ONE_LESS, stacked
 from .families import family_of, within_vision
-from .rows import HF
+from .rows import CONCATENATED, HF
 
 Names: TypeAlias = Callable[[str], HF | None]
 """HF name(s) of a Megatron parameter, None for one that it does not know.
@@ -71,7 +71,9 @@ def bridge_names(registry: Any) -> Names:
         kind = type(mapping).__name__
         if kind in _PLAIN and getattr(mapping, "permute_dims", None) is None:
             return mapping.hf_param
-        if kind in _STACKED:
+        if kind == "ConcatenatedQKVMapping":
+            return mapping.hf_param + CONCATENATED
+        if kind in _STACKED and getattr(mapping, "transpose_on_export", True):
             places, expert = _STACKED[kind], re.sub(r"\D", "", name.rpartition(".")[2])
             hf = {key: stacked(mapping.hf_param, expert, place) for key, place in places.items()}
             return hf or stacked(mapping.hf_param, expert)
@@ -92,4 +94,5 @@ _PLAIN |= {"MambaConv1dMapping", "MambaInProjMapping"}
 _HALVES, _TURNS = {"gate": "gate", "up": "up"}, {"gate": "even", "up": "odd"}
 _STACKED: dict[str, dict[str, str]] = {"GPTOSSMLPGateUpProjMapping": _TURNS, "GPTOSSMLPDownProjMapping": {}}
 _STACKED |= {"ExpertMLPGateUpProjMapping": _HALVES, "ExpertMLPDownProjMapping": {}}
+_STACKED |= {"FusedGatedExpertMapping": _HALVES, "FusedExpertMapping": {}}  # of 0.5, where they transpose
 """Mappings of Megatron-Bridge into tensors of all experts, `[experts, in, out]`: where gate and up go."""

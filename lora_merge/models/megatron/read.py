@@ -24,7 +24,7 @@ from .conversion import ONE_LESS
 from .groups import Groups, groups_of
 from .layers import check_known, columns_of, cut_within, is_layer, is_mamba, text_of
 from .names import Names, names_of
-from .rows import HF, INTERLEAVED, Block, place, row_blocks
+from .rows import CONCATENATED, HF, INTERLEAVED, Block, place, row_blocks
 
 _GROUPED_MLP = "megatron.core.transformer.moe.experts.GroupedMLP"
 _CONFIG = (
@@ -294,7 +294,7 @@ class _Reader:
         """Yield the parameters and persistent buffers of a module under the names of `Names`, experts one by one."""
         tied = model.share_embeddings_and_output_weights and path == self._prefix + "output_layer"
         config, cut = module.__dict__.get("config", model.config), cut_of(module)
-        if not hasattr(config, "num_attention_heads") or not path.startswith(self._prefix):
+        if not hasattr(config, "kv_channels"):
             config = model.config  # a tower of transformers', with a configuration of its own
         self._within.update(f"{path}.{child}" for child in cut_within(module))
         experts = ".experts." in path + "." and ".shared_experts" not in path
@@ -387,7 +387,7 @@ class _Reader:
             if rows < self._vocabulary:
                 raise InvalidInput(f"{weight.name}: {rows} rows, fewer than the vocabulary of {self._vocabulary}")
             blocks = {"": [(0, 0, self._vocabulary)]}
-        return hf, blocks
+        return hf.removesuffix(CONCATENATED) if isinstance(hf, str) else hf, blocks
 
     def _weight(self, weight: _Weight) -> None:
         hf, blocks = self._rows[weight.name] = self._hf(weight)
@@ -400,8 +400,8 @@ class _Reader:
 
     def _check_columns(self, weight: _Weight) -> None:
         """Check the side of a linear that is not cut, and the columns of one that is cut along them."""
-        if weight.tensor.dim() != 2 or weight.cut is None or weight.name in self._within:
-            return
+        if weight.tensor.dim() != 2 or weight.cut is None or weight.name in self._within or "merger" in weight.name:
+            return  # what merges a tower's patches has a width of its own
         shape, (_, ranks) = tuple(weight.tensor.shape), weight.grid
         if weight.cut == 1 and shape[0] != weight.config.hidden_size:
             raise InvalidInput(f"{weight.name}: shape {shape} does not fit hidden_size={weight.config.hidden_size}")
@@ -443,6 +443,11 @@ class _Reader:
                 "checkpoint; train LoRA on linear_qkv"
             )
         hf, blocks = self._rows[weight.name]
+        if pair.part is not None and (isinstance(hf, str) or pair.part not in hf):
+            raise UnsupportedAdapter(
+                f"{name}: an adapter on {pair.part} alone, which is no tensor of its own in the checkpoint "
+                f"({hf if isinstance(hf, str) else ', '.join(hf)}); train LoRA on the whole linear"
+            )
         shared = self._half(pair.lora_A, weight.grid)
         rank, columns = shared.shape
         wanted = weight.tensor.shape[1] * (ranks if weight.cut == 1 else 1)

@@ -17,6 +17,8 @@ or qkv, z, b, a."""
 Block: TypeAlias = tuple[int, int, int]
 """Rows that follow each other: the first one in the parameter over all ranks, the first one in the tensor, how many."""
 
+CONCATENATED = "[qkv]"
+"""What the name of a checkpoint tensor ends with that has q, then k, then v, where Megatron has query groups."""
 INTERLEAVED = ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size")
 """Options of megatron-core, newer than 0.16, that order the rows of fc1 otherwise."""
 _FC1 = re.compile(r"linear_fc1\.(?:weight|bias)")
@@ -43,7 +45,7 @@ def row_blocks(name: str, hf: HF, rows: int, ranks: int, config: Any) -> dict[st
     if found := _MAMBA.search(name):
         return _mamba(name, found[1], hf, rows, ranks, config)
     if isinstance(hf, str):
-        return {"": [(0, 0, rows)]}
+        return {"": list(_joined(_qkv(name, rows, config))) if hf.endswith(CONCATENATED) else [(0, 0, rows)]}
     if keys == {"gate", "up"}:  # each rank holds its rows of gate above its rows of up
         half, rest = divmod(rows, 2 * ranks)
         if rest:
@@ -104,6 +106,14 @@ def _qkv(name: str, rows: int, config: Any) -> dict[str, list[Block]]:
         for turn in range(2)
     ]
     return blocks
+
+
+def _joined(blocks: Mapping[str, Sequence[Block]]) -> Iterator[Block]:
+    """Yield the rows of tensors that become one, each below the one before: q, k, v."""
+    begin = 0
+    for key in "qkv":
+        yield from ((at, begin + start, count) for at, start, count in blocks[key])
+        begin += sum(count for _, _, count in blocks[key])
 
 
 def _delta_net(name: str, linear: str, hf: HF, rows: int, ranks: int, config: Any) -> dict[str, list[Block]]:
