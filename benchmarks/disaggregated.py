@@ -5,9 +5,10 @@
     torchrun --nproc-per-node 1 benchmarks/disaggregated.py --shape qwen2.5-7b --json out.json              # 2 GPUs
     torchrun --nproc-per-node 2 benchmarks/disaggregated.py --device cpu --shape tiny --requests 2          # a dry run
 
-FSDP2 over the ranks of torchrun, on the first GPUs; vLLM with TP (and EP, where there are experts) on as many GPUs
-behind these (`--tp`). Random weights of the shape, rank 32 in float32 on all linears and experts. One host: no figure
-of this is one of a cluster. `--parts` are measured in order, and the file of `--json` is written after each:
+FSDP2 over the ranks of torchrun, on the first GPUs; vLLM's server with TP (and EP, where there are experts) on as many
+GPUs behind these (`--tp`), asked by a process of its own (served.py). Random weights of the shape, rank 32 in float32
+on all linears and experts. One host: no figure of this is one of a cluster. `--parts` are measured in order, and the
+file of `--json` is written after each:
 
 - merged: `VllmSync(merge="trainer")`, which writes into the engine's memory. With `--sleep-mode` and
   PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True neither side's memory can be mapped, and it goes over NCCL:
@@ -28,23 +29,25 @@ that before; coverage, and one push whose checksums are compared on every worker
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
+import socket
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import fsdp
 import publish
 import scale
+import served
 import sync
 import torch
 import torch.distributed as dist
+import trainers
 from sharded import tell
 from torch import nn
 
@@ -77,71 +80,34 @@ def on_other_gpus(args: argparse.Namespace) -> Iterator[None]:
         os.environ.update(before)
 
 
-@asynccontextmanager
-async def rollout(args: argparse.Namespace, folder: Path) -> AsyncIterator[Any]:
-    """The engine, an `AsyncLLM` of rank 0; None on the others."""
-    engine = None
-    if dist.get_rank() == 0:
-        from vllm.config import WeightTransferConfig
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        sync.config_of(args.shape, args.layers).save_pretrained(folder)
-        options: Record = {}
-        if args.device == "cuda":
-            options = {"kv_cache_memory_bytes": 1 << 30, "enable_sleep_mode": args.sleep_mode}
-            options["gpu_memory_utilization"] = args.gpu_memory
-            options["enable_expert_parallel"] = "num_experts" in sync.SHAPES[args.shape] and args.tp > 1
-        with on_other_gpus(args):
-            engine = AsyncLLM.from_engine_args(
-                AsyncEngineArgs(
-                    model=str(folder),
-                    load_format="dummy",
-                    dtype="bfloat16",
-                    skip_tokenizer_init=True,
-                    tensor_parallel_size=args.tp,
-                    max_num_seqs=max(args.requests, 1),
-                    max_model_len=args.prompt_tokens + args.new_tokens,
-                    enforce_eager=args.device == "cpu",
-                    weight_transfer_config=WeightTransferConfig(backend="lora_merge"),
-                    **options,
-                )
-            )
-        tell("the engine runs")
-    # Not NCCL's barrier: its kernel would spin while the engine starts.
-    dist.broadcast_object_list([None], device=torch.device("cpu"))
-    try:
-        yield engine
-    finally:
-        if engine is not None:
-            engine.shutdown()
-
-
-class Requests:
-    """Requests in flight in a part of the benchmark, to an engine that is there on rank 0 alone."""
-
-    def __init__(self, engine: Any, args: argparse.Namespace, part: int) -> None:
-        self.times: publish.Times = []
-        self._stop = asyncio.Event()
-        first = 1000 * part  # no name of a request comes twice
-        numbers = range(first, first + args.requests) if engine is not None else ()
-        self._tasks = [
-            asyncio.create_task(publish.ask(engine, number, args, self.times, self._stop)) for number in numbers
-        ]
-
-    async def begin(self) -> None:
-        """Wait until all generate."""
-        while self._tasks and sum(map(bool, self.times)) < len(self._tasks):
-            await asyncio.sleep(0.05)
-            for task in self._tasks:
-                if task.done():
-                    task.result()
-
-    async def end(self) -> None:
-        self._stop.set()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+@contextmanager
+def rollout(args: argparse.Namespace, folder: Path) -> Iterator[str | None]:
+    """The engine's server, which rank 0 has started: its URL; None on the others."""
+    url = None
+    with ExitStack() as stack:
+        if dist.get_rank() == 0:
+            config = sync.config_of(args.shape, args.layers)
+            config.save_pretrained(folder)
+            trainers.tokenizer(folder, config.vocab_size)
+            flags = ["--load-format", "dummy", "--dtype", "bfloat16", "--tensor-parallel-size", str(args.tp)]
+            flags += ["--max-num-seqs", str(max(args.requests, 1))]
+            flags += ["--max-model-len", str(args.prompt_tokens + args.new_tokens)]
+            if args.device == "cuda":
+                flags += ["--kv-cache-memory-bytes", str(1 << 30), "--gpu-memory-utilization", str(args.gpu_memory)]
+                experts = "num_experts" in sync.SHAPES[args.shape] and args.tp > 1
+                flags += ["--enable-sleep-mode"] * args.sleep_mode + ["--enable-expert-parallel"] * experts
+            else:
+                flags.append("--enforce-eager")
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            with on_other_gpus(args):
+                environment = dict(os.environ)
+            url = stack.enter_context(served.server(folder, flags, environment, port))
+            tell("the engine runs")
+        # Not NCCL's barrier: its kernel would spin while the engine starts.
+        dist.broadcast_object_list([None], device=torch.device("cpu"))
+        yield url
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
@@ -185,32 +151,34 @@ def phases_of(reports: Sequence[Any]) -> dict[str, float]:
     return {p: statistics.median(1e3 * r.seconds.get(p, 0.0) for r in reports) for p in reports[-1].seconds}
 
 
-async def pushed(args: argparse.Namespace, model: nn.Module, engine: Any, device: torch.device, merge: str) -> Record:
+def pushed(
+    args: argparse.Namespace, model: nn.Module, engine: str | None, folder: Path, device: torch.device, merge: str
+) -> Record:
     """Pushes of one kind."""
     from lora_merge import VllmSync
 
     pusher = VllmSync(model, engine, merge=merge, bucket_bytes=args.bucket_bytes)  # type: ignore[arg-type]
     with least_free(device) as free:
-        first = await pusher.apush()
-    await pusher.apush()
+        first = pusher.push()
+    pusher.push()
 
-    async def steady() -> list[Any]:
+    def steady() -> list[Any]:
         reports = []
         for _ in range(args.repeats):
             train(model)
-            reports.append(await pusher.apush())
+            reports.append(pusher.push())
         return reports
 
-    idle = phases_of(await steady())
-    asked = Requests(engine, args, 1 + (merge == "engine"))
-    await asked.begin()
-    await asyncio.sleep(_SETTLE_S if engine is not None else 0)
+    idle = phases_of(steady())
+    asked = served.Requests(engine, folder, args)
+    asked.begin()
+    time.sleep(_SETTLE_S if engine is not None else 0)
     begin = time.perf_counter()
-    reports = await steady()
+    reports = steady()
     end = time.perf_counter()
-    await asked.end()
-    compared = await pusher.apush(verify=True)
-    await pusher.aclose()
+    asked.end()
+    compared = pusher.push(verify=True)
+    pusher.close()
 
     last, phases = reports[-1], phases_of(reports)
     peak = [None] * dist.get_world_size()
@@ -366,24 +334,24 @@ def rows(name: str, found: Record) -> Iterator[tuple[str, str]]:
         yield "  making the stream alone", f"{found['stream_alone_ms']:,.1f} ms"
 
 
-async def measure(args: argparse.Namespace, device: torch.device, folder: Path, record: Record) -> None:
+def measure(args: argparse.Namespace, device: torch.device, folder: Path, record: Record) -> None:
     link = record["link_gb_s"] = link_gb_s(args, device) if dist.get_rank() == 0 else 0.0
-    async with AsyncExitStack() as stack:
+    with ExitStack() as stack:
         needed = {"merged", "engine"} & set(args.parts)
-        engine = await stack.enter_async_context(rollout(args, folder / "model")) if needed else None
+        engine = stack.enter_context(rollout(args, folder / "model")) if needed else None
         tell("making the model")
         model = fsdp.build(args, device, args.layers)
         for name in args.parts:
             tell(name)
             if name in ("merged", "engine"):
                 merge = "trainer" if name == "merged" else "engine"
-                found = await pushed(args, model, engine, device, merge)
+                found = pushed(args, model, engine, folder / "model", device, merge)
                 if engine is not None:
                     beside_the_link(args, found, merge, link)
             elif name == "published":
                 found = published(args, model, folder)
             else:
-                await stack.aclose()  # its GPUs are wanted
+                stack.close()  # its GPUs are wanted
                 found = by_vllm(args, model, folder)
             record[name] = found
             if dist.get_rank() == 0:
@@ -431,7 +399,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as own:
         shared = [own]
         dist.broadcast_object_list(shared, device=torch.device("cpu"))
-        asyncio.run(measure(args, device, Path(shared[0]), record))
+        measure(args, device, Path(shared[0]), record)
         dist.broadcast_object_list([None], device=torch.device("cpu"))
     dist.destroy_process_group()
 

@@ -66,12 +66,13 @@ class Trainer:
     nbytes: Callable[[], int]
 
 
-def tokenizer(folder: Path) -> Any:
-    """Bytes as tokens."""
+def tokenizer(folder: Path, size: int = 0) -> Any:
+    """Bytes as tokens; with `size` of them in all, further ones that no text has."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2TokenizerFast
 
     vocabulary = {character: i for i, character in enumerate(sorted(ByteLevel.alphabet()))}
+    vocabulary |= {f"<{i}>": i for i in range(len(vocabulary), size)}
     made = Qwen2TokenizerFast(vocab=vocabulary, merges=[], eos_token="ÿ", pad_token="þ", unk_token="þ")
     made.save_pretrained(folder)
     return made
