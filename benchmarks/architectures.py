@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the record goes; rows that it has of others stay")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one architecture")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--parallel", type=int, default=1, help="GPUs of one engine (tensor_parallel_size)")
+    parser.add_argument("--parallel", type=int, default=1, help="workers of one engine (tensor_parallel_size)")
     parser.add_argument("--merged", action="store_true", help="merged weights alone, of engines without LoRA layers")
     parser.add_argument("--logs", type=Path, help="folder for what the engines say, a file for each architecture")
     args = parser.parse_args()
@@ -168,6 +168,7 @@ def in_child(title: str, lora: str, args: argparse.Namespace) -> Row:
         os.killpg(child.pid or 0, signal.SIGKILL)  # its engine's processes, too
     child.join()
     row.device = "CPU" if args.device == "cpu" else "GPU"
+    row.device += f", TP={args.parallel}" if args.parallel > 1 else ""
     row.seconds = round(time.monotonic() - begin, 1)
     return row
 

@@ -107,7 +107,8 @@ class Trial:
                 "additional_config": {"gdn_prefill_backend": "triton"},  # FlashInfer may be missing
             }  # fmt: skip
         else:
-            options |= {"processes": by_transformers(self.model)}
+            several = {"tensor_parallel_size": parallel} if parallel > 1 else {}
+            options |= {"processes": by_transformers(self.model) or parallel > 1} | several
         if self.processor is not None:
             options |= {"skip_tokenizer_init": False, "max_model_len": 256}
         if self.lora:
