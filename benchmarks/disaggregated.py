@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import statistics
 import tempfile
 import threading
@@ -98,12 +97,9 @@ def rollout(args: argparse.Namespace, folder: Path) -> Iterator[str | None]:
                 flags += ["--enable-sleep-mode"] * args.sleep_mode + ["--enable-expert-parallel"] * experts
             else:
                 flags.append("--enforce-eager")
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
             with on_other_gpus(args):
                 environment = dict(os.environ)
-            url = stack.enter_context(served.server(folder, flags, environment, port))
+            url = stack.enter_context(served.server(folder, flags, environment))
             tell("the engine runs")
         # Not NCCL's barrier: its kernel would spin while the engine starts.
         dist.broadcast_object_list([None], device=torch.device("cpu"))

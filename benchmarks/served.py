@@ -13,6 +13,7 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -29,32 +30,53 @@ START_S = 400.0
 # ---- in the benchmark's process --------------------------------------------------------------------------------------
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def command(model: Path, port: int, flags: Sequence[str]) -> list[str]:
+    """Return what starts vLLM's server, as arguments of `python -m`."""
+    started = ["vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port), "--host", "127.0.0.1"]
+    transfer = json.dumps({"backend": "lora_merge"})
+    return [*started, "--disable-uvicorn-access-log", "--weight-transfer-config", transfer, *flags]
+
+
+def is_up(url: str) -> bool:
+    with suppress(OSError):
+        urllib.request.urlopen(f"{url}/health", timeout=2).close()
+        return True
+    return False
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process that has a session of its own, and all that it has started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 @contextmanager
-def server(model: Path, flags: Sequence[str], environment: Mapping[str, str], port: int) -> Iterator[str]:
+def server(model: Path, flags: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
     """Start vLLM's server, wait until it answers, and yield its URL; its log is server.log beside the model."""
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--disable-uvicorn-access-log"]
-    command += ["--weight-transfer-config", json.dumps({"backend": "lora_merge"}), *flags]
-    log, url = model / "server.log", f"http://127.0.0.1:{port}"
+    log, port = model / "server.log", free_port()
+    url, started = f"http://127.0.0.1:{port}", [sys.executable, "-m", *command(model, port, flags)]
     with log.open("wb") as told:
         environment = {**environment, "VLLM_SERVER_DEV_MODE": "1"}
-        process = subprocess.Popen(command, env=environment, stdout=told, stderr=told, start_new_session=True)
+        process = subprocess.Popen(started, env=environment, stdout=told, stderr=told, start_new_session=True)
     try:
-        until, up = time.monotonic() + START_S, False
-        while not up:
+        until = time.monotonic() + START_S
+        while not is_up(url):
             if process.poll() is not None or time.monotonic() > until:
                 raise SystemExit(f"the server has not started:\n{log.read_text(errors='replace')[-4000:]}")
             time.sleep(0.2)
-            with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=2):
-                up = True
         yield url
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        stop(process)
 
 
 class Requests:
@@ -85,6 +107,8 @@ class Requests:
     def end(self) -> None:
         if self._process is not None:
             said, _ = self._process.communicate()
+            if self._process.returncode:
+                raise SystemExit("requests in flight have failed, see above")
             self.times = json.loads(said)
 
 
@@ -137,9 +161,12 @@ def main() -> None:
             raise SystemExit(1)
     print("ready", flush=True)
     sys.stdin.read()
+    failed = not all(thread.is_alive() for thread in threads)
     over.set()
     for thread in threads:
         thread.join()
+    if failed:
+        raise SystemExit("a request has failed: fewer were in flight than were asked for")
     print(json.dumps(times))
 
 

@@ -21,7 +21,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -35,6 +34,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import served
 import torch
 
 from lora_merge import Publisher
@@ -97,9 +97,7 @@ class Soak:
         self.versions, self.newest = 0, ""
         self.engine: subprocess.Popen[bytes] | None = None
         self.follower: subprocess.Popen[bytes] | None = None
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = served.free_port()
 
     # ---- processes ---------------------------------------------------------------------------------------------------
 
@@ -117,12 +115,10 @@ class Soak:
 
     def start_engine(self) -> None:
         """Start vLLM's server, and wait until it answers."""
-        flags = ["--model", str(self.folder / "base"), "--port", str(self.port), "--host", "127.0.0.1"]
-        flags += ["--enforce-eager", "--skip-tokenizer-init", "--max-model-len", "64", "--dtype", "float32"]
-        flags += ["--enable-scale-out", "--max-num-seqs", "8", "--disable-uvicorn-access-log"]
-        flags += ["--weight-transfer-config", json.dumps({"backend": "lora_merge"})]
+        flags = ["--enforce-eager", "--skip-tokenizer-init", "--max-model-len", "64", "--dtype", "float32"]
+        flags += ["--enable-scale-out", "--max-num-seqs", "8"]
         environment = {"VLLM_SERVER_DEV_MODE": "1"} if self.args.beside else {"LORA_MERGE_FOLLOW": str(self.url)}
-        self.engine = self._start("vllm.entrypoints.openai.api_server", *flags, **environment)
+        self.engine = self._start(*served.command(self.folder / "base", self.port, flags), **environment)
         self.until(self.is_up)
 
     def start_follower(self) -> None:
@@ -133,10 +129,7 @@ class Soak:
         assert self.engine is not None
         if self.engine.poll() is not None:
             raise SystemExit("the engine has ended:\n" + self.log_tail())
-        with suppress(OSError):
-            urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2).close()
-            return True
-        return False
+        return served.is_up(f"http://127.0.0.1:{self.port}")
 
     def log_tail(self) -> str:
         return (self.folder / "log").read_text(errors="replace")[-3000:]
@@ -161,13 +154,8 @@ class Soak:
     def end(self) -> None:
         self.stop.set()
         for process in (self.follower, self.engine):
-            if process is not None and process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(20)
             if process is not None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                served.stop(process)
 
     # ---- what is published -------------------------------------------------------------------------------------------
 
