@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import first_calls  # noqa: F401  settles what the first cosines of this process are
 import pytest
+import thread_state
 from backends import BACKENDS, GPU, Backend, forced
 from hypothesis import HealthCheck, settings
 
@@ -49,6 +51,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     import garbage  # noqa: F401
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """What one test leaves the thread's torch with does not fail the tests after it."""
+    try:
+        return (yield)
+    finally:
+        thread_state.restore(item.nodeid)
 
 
 @pytest.fixture(params=BACKENDS)

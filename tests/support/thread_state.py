@@ -1,0 +1,56 @@
+"""Modes and keys of dispatch that a test leaves the thread's torch with.
+
+Twice in CI's runs something in a process with vLLM's engines left the main thread so that torch called no dispatch mode
+and recorded no gradients: all later tests that need either failed, and nothing said since when. Not seen elsewhere.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import NamedTuple
+
+import torch
+
+_KEYS = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
+_SETTERS = torch._C._dispatch_tls_set_dispatch_key_included, torch._C._dispatch_tls_set_dispatch_key_excluded
+_ALL = [key for name, key in torch._C.DispatchKey.__members__.items() if "TESTING" not in name and "Num" not in name]
+
+
+class ThreadState(NamedTuple):
+    """Modes and keys of this thread."""
+
+    included: str
+    excluded: str
+    modes: int
+    gradients: bool
+    inference: bool
+
+    @staticmethod
+    def now() -> ThreadState:
+        included, excluded = (str(keys()) for keys in _KEYS)
+        modes = torch._C._len_torch_dispatch_stack()
+        return ThreadState(included, excluded, modes, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+
+
+_entered: list[torch.inference_mode] = []
+"""Modes that stay entered: torch has no other way to end what somebody has begun."""
+_BEGINNING = ThreadState.now(), [keys() for keys in _KEYS]
+"""What a thread has that has run nothing."""
+
+
+def restore(after: str) -> None:
+    """Give this thread what it began with, and warn where that was something else."""
+    found, (state, keys) = ThreadState.now(), _BEGINNING
+    if found == state:
+        return
+    warnings.warn(f"{after} left this thread's torch with {found}, where it began with {state}", stacklevel=1)
+    while torch._C._len_torch_dispatch_stack():
+        torch._C._pop_torch_dispatch_stack(None)
+    if found.inference != state.inference:
+        _entered.append(torch.inference_mode(state.inference))
+        _entered[-1].__enter__()
+    torch.set_grad_enabled(state.gradients)
+    for begun, now, put in zip(keys, _KEYS, _SETTERS, strict=True):
+        for key in _ALL:
+            if begun.has(key) != now().has(key):
+                put(key, begun.has(key))
