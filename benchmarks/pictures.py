@@ -1,4 +1,4 @@
-"""Tables of README and docs/performance.md and the pictures of the documentation, from the records in `results/`.
+"""Tables of README and docs/performance_merges.md and all pictures, from the records in `results/`.
 
     python benchmarks/pictures.py            # draws docs/images/*.png and writes the tables into the pages
     python benchmarks/pictures.py --check    # exit status 1 where a table is not what the records say
@@ -25,7 +25,7 @@ Record = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, IMAGES, README = ROOT / "benchmarks" / "results", ROOT / "docs" / "images", ROOT / "README.md"
-PERFORMANCE = ROOT / "docs" / "performance.md"
+MERGES = ROOT / "docs" / "performance_merges.md"
 
 
 def read(name: str) -> Record:
@@ -196,7 +196,7 @@ def prediction_table() -> str:
 
 TABLES: dict[Path, dict[str, Callable[[], str]]] = {
     README: {"figures": table},
-    PERFORMANCE: {"ranks": rank_table, "predictions": prediction_table},
+    MERGES: {"ranks": rank_table, "predictions": prediction_table},
 }
 """Page -> its tables by name: each stands between `<!-- NAME: ... -->` and `<!-- end of NAME -->`."""
 

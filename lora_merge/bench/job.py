@@ -237,7 +237,7 @@ def product_parts(device: torch.device, dtype: torch.dtype, adapter_dtype: torch
     """Return how many products of the matrix unit one of the adapter takes, where weights and results have one dtype.
 
     On a GPU float32 adapters are split in three bf16 parts, of which six products count, those above rank 32 of 16-bit
-    weights in two fp16 parts, of which three do (docs/performance.md).
+    weights in two fp16 parts, of which three do (docs/method.md).
     """
     if device.type != "cuda" or adapter_dtype != torch.float32:
         return 1
