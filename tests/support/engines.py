@@ -21,6 +21,7 @@ os.environ |= {
 
 import first_calls  # noqa: F401 - this process computes cosines too, and makes the engines that run in it
 import models
+import products
 import pytest
 import torch
 import warm
@@ -47,6 +48,7 @@ from lora_merge.engine.worker import lease as claim
 
 if not torch.cuda.is_available():
     warm.instead_of_spawn()
+    products.free_later()
 
 
 def mixtral() -> nn.Module:
@@ -222,6 +224,7 @@ def engine(model: nn.Module, folder: Path, *, processes: bool = False, **options
         save_base(model.get_base_model() if hasattr(model, "get_base_model") else model, folder)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if processes else "0"
     gc.collect()  # an engine of the test before, which its frame held
+    products.free()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     before = set(threading.enumerate())

@@ -1,7 +1,8 @@
 """Modes and keys of dispatch that a test leaves the thread's torch with.
 
 Twice in CI's runs something in a process with vLLM's engines left the main thread so that torch called no dispatch mode
-and recorded no gradients: all later tests that need either failed, and nothing said since when. Not seen elsewhere.
+and recorded no gradients: all later tests that need either failed, and nothing said since when. products.py says what
+can do that.
 """
 
 from __future__ import annotations
