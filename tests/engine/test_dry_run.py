@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
+import thread_state
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -81,3 +82,30 @@ def test_an_interrupt_leaves_no_mode_behind(monkeypatch: pytest.MonkeyPatch) -> 
     with torch.no_grad():
         model.qkv.zero_()
     assert not model.qkv.any()
+
+
+keep: list[Any] = []
+"""What was entered and never left: torch leaves it where it is freed."""
+
+
+def _without_keys() -> Any:
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    keys = torch._C.DispatchKey
+    for key in (keys.Python, keys.PythonTLSSnapshot, keys.AutogradCPU, keys.ADInplaceOrView):
+        exclude = exclude.add(key)
+    return torch._C._ForceDispatchKeyGuard(include, exclude)
+
+
+@pytest.mark.parametrize("left", [_without_keys, torch.no_grad, torch.inference_mode, Other])
+def test_tests_after_one_that_leaves_the_thread_otherwise_have_what_it_began_with(left: Any) -> None:
+    guard = left()
+    keep.append(guard)
+    guard.__enter__()
+    with pytest.warns(UserWarning, match="^it left this thread's torch with"):
+        thread_state.restore("it")
+    factor = torch.ones(2, requires_grad=True)
+    (2 * factor).sum().backward()
+    with Other() as mode:
+        torch.zeros(2).add_(1)
+    assert factor.grad is not None
+    assert mode.calls
