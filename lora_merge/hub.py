@@ -11,6 +11,11 @@ from .logs import announce
 _TIMEOUT_S = 10.0
 
 
+def is_name(name: str) -> bool:
+    """Return True if a repository can have this name: `owner/name`, or a name alone."""
+    return not name.startswith((".", "/", "~")) and name.count("/") <= 1 and all(name.split("/"))
+
+
 def answers(what: str, name: str) -> bool:
     """Return True if the hub answers, and say before that what is looked for there; the caller looks in this machine's
     cache otherwise.

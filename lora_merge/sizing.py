@@ -154,7 +154,7 @@ def read_policy(
     path = Path(model).expanduser()
     if path.is_dir() and not (path / "config.json").is_file():
         raise InvalidInput(f"{path}: there is no config.json in this folder")
-    if not path.exists() and (str(model).startswith((".", "/", "~")) or len(path.parts) > 2):  # no name on the hub
+    if not path.exists() and not hub.is_name(str(model)):
         raise InvalidInput(f"{path}: there is no such file or folder")
     there = path.exists()
     cached = not there and not hub.answers("model", str(model))

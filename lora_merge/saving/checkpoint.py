@@ -195,7 +195,7 @@ def find(named: str | Path, what: str) -> Path:
     if taken:
         raise InvalidInput(f"{what} {str(named)!r} is a file; expected a folder, or the name of a repository")
     name = str(named)
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or not all(name.split("/")):
+    if not hub.is_name(name):
         raise InvalidInput(
             f"{what} {name!r}: there is no such folder here, and it is no name of a repository (owner/name)"
         )

@@ -67,6 +67,19 @@ def test_it_reads_as_it_was(kind: str, tmp_path: Path) -> None:
         assert torch.equal(parameter.float(), trained[name].float()), name
 
 
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_base_of_another_machine(offline: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No hub is asked for what cannot be a repository's name."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+    saved("plain", tmp_path)
+    (tmp_path / "base").rename(tmp_path / "elsewhere")
+    said = rf"there is no folder '{tmp_path}/base' here, and it is no name of a repository"
+    with pytest.raises(InvalidInput, match=f"^the adapter's base_model_name_or_path: {said}"):
+        read_folder(tmp_path / "adapter", None, torch.float32)
+    with pytest.raises(InvalidInput, match=f"^base: {said}"):
+        read_folder(tmp_path / "adapter", tmp_path / "base", torch.float32)
+
+
 def test_the_base_takes_no_memory(tmp_path: Path) -> None:
     """A base of 30 GB, in a process that may not have them."""
     from transformers import LlamaConfig

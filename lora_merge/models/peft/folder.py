@@ -324,7 +324,14 @@ def _base(name: str, dtype: torch.dtype, values: bool, given: bool, revision: st
     """Return the base model, of the class that wrote its checkpoint."""
     import transformers
 
-    cached = not Path(name).exists() and not hub.answers("base", name)
+    whose = "base" if given else "the adapter's base_model_name_or_path"
+    there = Path(name).exists()
+    if not there and not hub.is_name(name):
+        raise InvalidInput(
+            f"{whose}: there is no folder {name!r} here, and it is no name of a repository (owner/name); pass base=, "
+            "the base's folder or name"
+        )
+    cached = not there and not hub.answers("base", name)
     try:
         # `trust_remote_code=False` does not ask.
         options = {"trust_remote_code": False, "local_files_only": cached, "revision": revision or "main"}
@@ -337,7 +344,6 @@ def _base(name: str, dtype: torch.dtype, values: bool, given: bool, revision: st
             model = cls.from_config(config, trust_remote_code=False) if hasattr(cls, "from_config") else cls(config)
     except Exception as error:
         reason = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
-        whose = "base" if given else "the adapter's base_model_name_or_path"
         if cached and isinstance(error, OSError):
             raise InvalidInput(f"{whose}: there is no folder {name!r} here; {hub.absent()}") from error
         raise InvalidInput(
