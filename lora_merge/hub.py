@@ -35,7 +35,7 @@ def answers(what: str, name: str) -> bool:
         return False
     try:
         validate_repo_id(name)
-    except ValueError:  # a folder of another machine; the caller's own call says so
+    except ValueError:  # letters that no repository's name has; the caller's own call says so
         return True
     announce(f"looking for {what} {name!r} on {constants.ENDPOINT}")
     try:

@@ -20,38 +20,38 @@ _ALL = [key for name, key in torch._C.DispatchKey.__members__.items() if "TESTIN
 class ThreadState(NamedTuple):
     """Modes and keys of this thread."""
 
-    included: str
-    excluded: str
+    included: torch._C.DispatchKeySet
+    excluded: torch._C.DispatchKeySet
     modes: int
     gradients: bool
     inference: bool
 
     @staticmethod
     def now() -> ThreadState:
-        included, excluded = (str(keys()) for keys in _KEYS)
+        included, excluded = (keys() for keys in _KEYS)
         modes = torch._C._len_torch_dispatch_stack()
         return ThreadState(included, excluded, modes, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
 
 _entered: list[torch.inference_mode] = []
 """Modes that stay entered: torch has no other way to end what somebody has begun."""
-_BEGINNING = ThreadState.now(), [keys() for keys in _KEYS]
+_BEGINNING = ThreadState.now()
 """What a thread has that has run nothing."""
 
 
 def restore(after: str) -> None:
     """Give this thread what it began with, and warn where that was something else."""
-    found, (state, keys) = ThreadState.now(), _BEGINNING
-    if found == state:
+    found = ThreadState.now()
+    if found == _BEGINNING:
         return
-    warnings.warn(f"{after} left this thread's torch with {found}, where it began with {state}", stacklevel=1)
+    warnings.warn(f"{after} left this thread's torch with {found}, where it began with {_BEGINNING}", stacklevel=1)
     while torch._C._len_torch_dispatch_stack():
         torch._C._pop_torch_dispatch_stack(None)
-    if found.inference != state.inference:
-        _entered.append(torch.inference_mode(state.inference))
+    if found.inference != _BEGINNING.inference:
+        _entered.append(torch.inference_mode(_BEGINNING.inference))
         _entered[-1].__enter__()
-    torch.set_grad_enabled(state.gradients)
-    for begun, now, put in zip(keys, _KEYS, _SETTERS, strict=True):
+    torch.set_grad_enabled(_BEGINNING.gradients)
+    for begun, now, put in zip(_BEGINNING[:2], _KEYS, _SETTERS, strict=True):
         for key in _ALL:
             if begun.has(key) != now().has(key):
                 put(key, begun.has(key))
