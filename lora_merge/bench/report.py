@@ -86,7 +86,8 @@ def provenance(device: torch.device) -> Record:
         "versions": {m.__name__: m.__version__ for m in (lora_merge, peft, torch)}
         | {"python": platform.python_version()},
         "commit": commit or None,
-        "command": ["python", *sys.argv],
+        # Records are kept: folders of the machine that made them tell nobody anything.
+        "command": ["python", *(Path(part).name if Path(part).is_absolute() else part for part in sys.argv)],
     }
 
 

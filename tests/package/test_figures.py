@@ -15,7 +15,7 @@ import pytest
 import torch
 from repository import ROOT
 
-from lora_merge.bench import shapes
+from lora_merge.bench import report, shapes
 
 
 @pytest.fixture
@@ -47,6 +47,24 @@ def test_sweep(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     sweep.main()
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert again.read_bytes() == picture.read_bytes()
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks" / "results").rglob("*.json")), ids=lambda file: file.stem)
+def test_records_name_no_folder_of_a_machine(file: Path) -> None:
+    command = json.loads(file.read_text()).get("command", [])
+    assert not [part for part in command if Path(part).is_absolute()]
+
+
+def test_a_command_is_recorded_without_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "benchmarks" / "merge.py"), "--json", "/a/b.json", "--shape", "x/y"])
+    assert report.provenance(torch.device("cpu"))["command"] == [
+        "python",
+        "merge.py",
+        "--json",
+        "b.json",
+        "--shape",
+        "x/y",
+    ]
 
 
 def test_the_fastest_copy_of_the_same_bytes_counts(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:

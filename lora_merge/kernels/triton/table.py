@@ -71,7 +71,7 @@ class Shape(NamedTuple):
 ONE_A_TILE = 2**20
 """Programs: as many as there are tiles."""
 MERGE = Shape(64, 128, 4, 3, 168, 128, 2)
-"""Of adapters of 16 bits and up to `RANK_BLOCK` ranks, as measured on an H200 (docs/performance.md)."""
+"""Of adapters of 16 bits and up to `RANK_BLOCK` ranks, as measured on an H200 (docs/performance_merges.md)."""
 MERGE_LONG = Shape(64, 128, 4, ONE_A_TILE, 0, 0, 2)
 """Of all others: a program that goes from tile to tile has no registers for more."""
 TRACKED = Shape(64, 64, 4, 4, 128, 64, 1)
