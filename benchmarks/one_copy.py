@@ -317,7 +317,8 @@ def part(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> Record:
     record = report.provenance(torch.device(args.device))
-    record["versions"] |= {"trl": version("trl"), "vllm": trainers.version_of_vllm()}
+    record["versions"] |= {"vllm": trainers.version_of_vllm()}
+    record["versions"] |= {"trl": version("trl")} if "grpo" in args.parts else {}
     names = ("shape", "layers", "rank", "repeats", "limit", "steps", "completions", "group", "batch", "prompt_tokens")
     record |= {name: getattr(args, name) for name in (*names, "new_tokens", "cache", "device", "eager")}
     for name in args.parts:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 import subprocess
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -217,30 +221,70 @@ def test_a_path_in_front_of_the_routes() -> None:
         assert heard[0].startswith(b"POST /engines/0/pause?mode=keep ")
 
 
-def test_a_certificate_that_nobody_vouches_for(tmp_path: Path) -> None:
-    import ssl
-
-    key, certificate = tmp_path / "key", tmp_path / "certificate"
+@contextmanager
+def over_tls(folder: Path) -> Iterator[tuple[str, Path]]:
+    """A server of HTTPS that answers `{"a": 1}`: its URL, and its certificate, which it has signed itself."""
+    key, certificate = folder / "key", folder / "certificate"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-days", "2"]
+    command += ["-addext", "subjectAltName=DNS:localhost"]
     try:
         subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
     except FileNotFoundError:
         pytest.skip("no openssl here")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
-    from http.server import BaseHTTPRequestHandler, HTTPServer
 
-    server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(raw('{"a": 1}'))
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Answers)
     server.socket = context.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        with pytest.raises(NotReached, match=r"certificate of https://localhost.* is not trusted here .*SSL_CERT_FILE"):
-            Server(f"https://localhost:{server.server_address[1]}", HINT).get("is_paused")
+        yield f"https://localhost:{server.server_address[1]}", certificate
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def test_a_certificate_that_nobody_vouches_for(tmp_path: Path) -> None:
+    told = r"certificate of https://localhost.* is not trusted here .*SSL_CERT_FILE"
+    with over_tls(tmp_path) as (url, _), pytest.raises(NotReached, match=told):
+        Server(url, HINT).get("is_paused")
+
+
+def test_certificates_are_read_when_they_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading them takes 30 ms, and a push makes a dozen calls: none reads them for plain HTTP, and one for HTTPS."""
+    reads, read = list[int](), ssl.create_default_context
+
+    def counted(*args: Any, **options: Any) -> ssl.SSLContext:
+        reads.append(1)
+        return read(*args, **options)
+
+    for name in ("create_default_context", "_create_default_https_context"):  # the latter by Python's own HTTPS
+        monkeypatch.setattr(ssl, name, counted)
+    with saying(raw('{"a": 1}')) as (url, _):
+        assert [Server(url, HINT).get("is_paused") for _ in range(3)] == 3 * [{"a": 1}]
+        assert not reads
+    (tmp_path / "own").mkdir()
+    (tmp_path / "other").mkdir()
+    with over_tls(tmp_path / "own") as (url, certificate), over_tls(tmp_path / "other") as (elsewhere, unknown):
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert [Server(url, HINT).get("is_paused") for _ in range(3)] == 3 * [{"a": 1}]
+        assert len(reads) == 1
+        with pytest.raises(NotReached, match="not trusted here"):
+            Server(elsewhere, HINT).get("is_paused")
+        assert len(reads) == 1
+        certificate.write_bytes(unknown.read_bytes())
+        os.utime(certificate, ns=(0, 0))  # in case both were written within a tick
+        assert Server(elsewhere, HINT).get("is_paused") == {"a": 1}
+        assert len(reads) == 2
 
 
 def test_each_process_has_a_name_of_its_own() -> None:

@@ -19,6 +19,8 @@ import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
 from email.message import Message
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from ...errors import InvalidInput
@@ -92,16 +94,32 @@ class _Https(_Watched, http.client.HTTPSConnection):
     """The same over TLS."""
 
 
+@lru_cache(maxsize=1)
+def _trust(stamps: tuple[tuple[str, int], ...]) -> ssl.SSLContext:
+    """Return what checks servers' certificates. Reading them takes 30 ms.
+
+    Args:
+        stamps: where they lie, and when each place was written last.
+    """
+    return ssl.create_default_context()
+
+
+def _stamps() -> tuple[tuple[str, int], ...]:
+    places = ssl.get_default_verify_paths()  # by SSL_CERT_FILE and SSL_CERT_DIR, if they are set
+    return tuple((place, Path(place).stat().st_mtime_ns) for place in (places.cafile, places.capath) if place)
+
+
 class _Handler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
     def __init__(self, connect_s: float) -> None:
-        super().__init__()
+        # Not that of `HTTPSHandler`: since Python 3.12 it reads all certificates, for each call to plain HTTP, too.
+        urllib.request.AbstractHTTPHandler.__init__(self)
         self._connect_s = connect_s
 
     def http_open(self, request: urllib.request.Request) -> Any:
         return self.do_open(_Watched, request, connect_s=self._connect_s)
 
     def https_open(self, request: urllib.request.Request) -> Any:
-        return self.do_open(_Https, request, connect_s=self._connect_s)
+        return self.do_open(_Https, request, connect_s=self._connect_s, context=_trust(_stamps()))
 
 
 class _Stays(urllib.request.HTTPRedirectHandler):
