@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -301,6 +302,11 @@ class Answers:
             for output in self.outputs
         ]
 
+    def check(self) -> None:
+        """Raise `ValueError` if a log-prob is no number: no distance from it is larger than another."""
+        if not all(math.isfinite(found) for output in self.log_probs() for _, found in output):
+            raise ValueError("the engine answers with log-probs that are no numbers")
+
 
 def _of_prompt(output: Any) -> list[tuple[int, float]]:
     steps = (output.prompt_logprobs or [])[1:]
@@ -334,6 +340,8 @@ class Asks:
             once = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, logprobs=1, detokenize=False)
             prompt = {"prompt": self._prompt, "multi_modal_data": {"image": self._image}}
             found.append(Answers(llm.generate([prompt], once, use_tqdm=False, lora_request=lora), image=True))
+        for answers in found:
+            answers.check()
         return found
 
     def image_error(self, answers: Answers, model: Any) -> float:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import engines
@@ -20,7 +21,7 @@ SCRIPT = ROOT / "benchmarks" / "architectures.py"
 sys.path.append(str(SCRIPT.parent))
 from architectures import ARCHITECTURES  # noqa: E402
 from families import build, save  # noqa: E402
-from trials import adapted  # noqa: E402
+from trials import Answers, adapted  # noqa: E402
 
 no_leftovers = engines.no_leftovers
 
@@ -47,6 +48,18 @@ def test_who_is_tried_on_a_gpu_alone_says_why() -> None:
     told, _, all_say = made.stdout.strip().rpartition(" ")
     assert all_say == "True"
     assert told in (ROOT / "docs" / "architectures.md").read_text()
+
+
+@pytest.mark.parametrize("said", [float("nan"), float("-inf")])
+def test_answers_that_are_no_numbers(said: float) -> None:
+    steps = [{7: SimpleNamespace(logprob=found)} for found in (-0.5, said)]
+    output = SimpleNamespace(
+        prompt_logprobs=None, prompt_token_ids=[1], outputs=[SimpleNamespace(token_ids=[7, 7], logprobs=steps)]
+    )
+    with pytest.raises(ValueError, match="no numbers"):
+        Answers([output]).check()
+    steps[1][7].logprob = -1.0
+    Answers([output]).check()
 
 
 @pytest.mark.parametrize("name", ["Olmo2", "GPT2LMHeadModel"])
