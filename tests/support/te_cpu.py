@@ -26,10 +26,12 @@ def _norm(x: Tensor, kind: str, weight: Tensor, bias: Tensor | None, eps: float,
 
 
 class _Base(nn.Module):
-    def init_weight(self, shape: tuple[int, int], method: Any, dtype: torch.dtype, dim: int | None) -> nn.Parameter:
+    def init_weight(
+        self, shape: tuple[int, int], method: Any, dtype: torch.dtype, dim: int | None, device: Any = None
+    ) -> nn.Parameter:
         from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
-        made = nn.Parameter(torch.zeros(shape, dtype=dtype))
+        made = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
         if method is not None:
             method(made)
         set_tensor_model_parallel_attributes(made, is_parallel=dim is not None, dim=dim or 0, stride=1)
@@ -42,7 +44,7 @@ class Linear(_Base):
     def __init__(
         self, in_features: int, out_features: int, *, sequence_parallel: bool = False, tp_group: Any = None,
         tp_size: int = 1, init_method: Any = None, bias: bool = True, return_bias: bool = False,
-        parallel_mode: str | None = None, params_dtype: torch.dtype = torch.float32, **options: Any,
+        parallel_mode: str | None = None, params_dtype: torch.dtype = torch.float32, device: Any = None, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         self.tp_group, self.tp_size, self.parallel_mode = tp_group, tp_size, parallel_mode
@@ -52,8 +54,9 @@ class Linear(_Base):
         self.use_bias, self.return_bias, self.apply_bias = bias, return_bias, bias and not return_bias
         dim = {"row": 1, "column": 0, None: None}[parallel_mode]
         shape = (self.out_features, self.in_features)
-        self.weight = self.init_weight(shape, init_method, params_dtype, dim)
-        self.bias: Any = nn.Parameter(torch.zeros(self.out_features, dtype=params_dtype)) if bias else torch.empty(0)
+        self.weight = self.init_weight(shape, init_method, params_dtype, dim, device)
+        made = torch.zeros(self.out_features if bias else 0, dtype=params_dtype, device=device)
+        self.bias: Any = nn.Parameter(made) if bias else made
 
     def multiply(self, x: Tensor) -> Any:
         from megatron.core.tensor_parallel import mappings
@@ -78,16 +81,15 @@ class LayerNormLinear(Linear):
     def __init__(
         self, in_features: int, out_features: int, *, eps: float = 1e-5, normalization: str = "LayerNorm",
         return_layernorm_output: bool = False, zero_centered_gamma: bool = False,
-        params_dtype: torch.dtype = torch.float32, **options: Any,
+        params_dtype: torch.dtype = torch.float32, device: Any = None, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(in_features, out_features, params_dtype=params_dtype, **options)
+        super().__init__(in_features, out_features, params_dtype=params_dtype, device=device, **options)
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         self.return_layernorm_output = return_layernorm_output
         begin = torch.zeros if zero_centered_gamma else torch.ones
-        self.layer_norm_weight = nn.Parameter(begin(in_features, dtype=params_dtype))
-        self.layer_norm_bias = (
-            nn.Parameter(torch.zeros(in_features, dtype=params_dtype)) if normalization == "LayerNorm" else None
-        )
+        self.layer_norm_weight = nn.Parameter(begin(in_features, dtype=params_dtype, device=device))
+        zeros = torch.zeros(in_features, dtype=params_dtype, device=device)
+        self.layer_norm_bias = nn.Parameter(zeros) if normalization == "LayerNorm" else None
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
         x = _norm(
@@ -104,7 +106,7 @@ class GroupedLinear(_Base):
     def __init__(
         self, num_gemms: int, in_features: int, out_features: int, *, tp_group: Any = None, tp_size: int = 1,
         init_method: Any = None, bias: bool = True, return_bias: bool = False, parallel_mode: str | None = None,
-        params_dtype: torch.dtype = torch.float32, **options: Any,
+        params_dtype: torch.dtype = torch.float32, device: Any = None, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         self.num_gemms, self.use_bias, self.tp_group, self.tp_size = num_gemms, bias, tp_group, tp_size
@@ -114,9 +116,10 @@ class GroupedLinear(_Base):
         dim = {"row": 1, "column": 0, None: None}[parallel_mode]
         for i in range(num_gemms):
             shape = (self.out_features, self.in_features)
-            self.register_parameter(f"weight{i}", self.init_weight(shape, init_method, params_dtype, dim))
+            self.register_parameter(f"weight{i}", self.init_weight(shape, init_method, params_dtype, dim, device))
             if bias:
-                self.register_parameter(f"bias{i}", nn.Parameter(torch.zeros(self.out_features, dtype=params_dtype)))
+                zeros = torch.zeros(self.out_features, dtype=params_dtype, device=device)
+                self.register_parameter(f"bias{i}", nn.Parameter(zeros))
 
     def forward(self, x: Tensor, m_splits: Any, is_first_microbatch: bool | None = None) -> Any:
         parts, own = x.split(list(map(int, m_splits))), self._parameters
@@ -132,13 +135,15 @@ class _Norm(nn.Module):
     def __init__(
         self, normalized_shape: int = 0, eps: float = 1e-5, sequence_parallel: bool = False,
         params_dtype: torch.dtype = torch.float32, zero_centered_gamma: bool = False, hidden_size: int = 0,
-        **options: Any,
+        device: Any = None, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         hidden_size = hidden_size or normalized_shape  # the older name is what megatron-core 0.16 says
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
-        self.weight = nn.Parameter((torch.zeros if zero_centered_gamma else torch.ones)(hidden_size).to(params_dtype))
-        self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=params_dtype)) if self.kind == "LayerNorm" else None
+        begin = torch.zeros if zero_centered_gamma else torch.ones
+        self.weight = nn.Parameter(begin(hidden_size, dtype=params_dtype, device=device))
+        zeros = torch.zeros(hidden_size, dtype=params_dtype, device=device)
+        self.bias = nn.Parameter(zeros) if self.kind == "LayerNorm" else None
         self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
