@@ -58,6 +58,9 @@ LINK_BYTES = 1 << 30
 PARTS = ("merged", "engine", "published", "vllm")
 _SETTLE_S = 2.0
 """Seconds of answers before a part, beside which its own are held."""
+_REST_S = 1.0
+"""Seconds between pushes under load, as a step of training takes some: what a push has made stale is computed anew
+then, and the next push waits for no engine at that work."""
 
 
 # ---- the engine ------------------------------------------------------------------------------------------------------
@@ -158,9 +161,10 @@ def pushed(
         first = pusher.push()
     pusher.push()
 
-    def steady() -> list[Any]:
+    def steady(rest_s: float = 0) -> list[Any]:
         reports = []
         for _ in range(args.repeats):
+            time.sleep(rest_s)
             train(model)
             reports.append(pusher.push())
         return reports
@@ -170,7 +174,7 @@ def pushed(
     asked.begin()
     time.sleep(_SETTLE_S if engine is not None else 0)
     begin = time.perf_counter()
-    reports = steady()
+    reports = steady(_REST_S)
     end = time.perf_counter()
     asked.end()
     compared = pusher.push(verify=True)

@@ -18,6 +18,10 @@ nothing of vLLM's). `ratio` is the trainer's perplexity of answers over the engi
 both have one policy, but for their kernels. Figures are medians over `--steps` after one that warms up. On CPUs there
 is no sleep mode: verl's calls are made, and vLLM ignores them.
 
+`--strategy megatron` is verl's Megatron engine with Megatron-Bridge's adapters, on one rank: megatron-core 0.18.2 and
+Bridge 0.5.1 (which is not on the package index) come first on the PYTHONPATH. What of TransformerEngine and ModelOpt it
+imports is stood in for (tests/support/verl_megatron.py), so its milliseconds are not Megatron's.
+
 A way that fails, or has not made its steps after `--limit`, is a row with the reason (`failed`) and the steps that it
 made; all of its processes are ended. The exit status is 1 if that is one of this package's ways.
 
@@ -81,7 +85,14 @@ METRICS = {
     "pushed_mb": "lora_merge/megabytes",
 }
 """Figure of a step -> the end of its name among verl's metrics; those of this package are of the sync before."""
-SETTINGS = ("shape", "layers", "rank", "device", "gpus", "tp", "steps", "batch", "answers", "new_tokens", "set")
+FUSIONS = (
+    "gradient_accumulation_fusion", "apply_rope_fusion", "masked_softmax_fusion", "bias_activation_fusion",
+    "bias_dropout_fusion", "cross_entropy_loss_fusion",
+)  # fmt: skip
+"""Kernels of Megatron's that need TransformerEngine or Apex."""
+SETTINGS = (
+    "shape", "layers", "rank", "strategy", "device", "gpus", "tp", "steps", "batch", "answers", "new_tokens", "set",
+)  # fmt: skip
 
 
 def make_policy(args: argparse.Namespace, folder: Path) -> None:
@@ -108,9 +119,25 @@ def flags(args: argparse.Namespace, folder: Path, way: str) -> list[str]:
     actor, rollout, model = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
     own = [f"{model}.{flag}" if flag.startswith("lora.") else flag for flag in WAYS[way][1]]
     cpu = args.device == "cpu"
+    fsdp2 = [
+        f"+{model}.override_config.attn_implementation={'eager' if cpu else 'sdpa'}",
+        f"{model}.enable_gradient_checkpointing={not cpu}",
+        f"{model}.lora_rank={args.rank}",
+        f"{model}.lora_alpha={2 * args.rank}",
+        f"{model}.target_modules=all-linear",
+        f"{actor}.strategy=fsdp2",
+        f"{actor}.fsdp_config.model_dtype=bf16",
+        *[f"{part}.use_torch_compile=False" for part in (actor, f"{actor}.fsdp_config") if cpu],
+    ]
+    megatron = [
+        "model_engine=megatron",
+        f"{model}.lora.rank={args.rank}",
+        f"{model}.lora.alpha={2 * args.rank}",
+        f"{actor}.megatron.sequence_parallel=False",
+        f"{actor}.megatron.override_transformer_config.attention_backend=auto",
+        *[f"+{actor}.megatron.override_transformer_config.{name}=False" for name in FUSIONS],
+    ]
     machine = [
-        f"{actor}.use_torch_compile=False",
-        f"{actor}.fsdp_config.use_torch_compile=False",
         f"{rollout}.enforce_eager=True",
         f"+{rollout}.enable_sleep_mode=False",
         f"+ray_kwargs.ray_init.num_gpus={args.gpus}",
@@ -127,14 +154,7 @@ def flags(args: argparse.Namespace, folder: Path, way: str) -> list[str]:
         f"data.max_response_length={args.new_tokens}",
         "data.dataloader_num_workers=0",
         f"{model}.path={folder}/model",
-        f"+{model}.override_config.attn_implementation={'eager' if cpu else 'sdpa'}",
         f"{model}.use_remove_padding=False",
-        f"{model}.enable_gradient_checkpointing={not cpu}",
-        f"{model}.lora_rank={args.rank}",
-        f"{model}.lora_alpha={2 * args.rank}",
-        f"{model}.target_modules=all-linear",
-        f"{actor}.strategy=fsdp2",
-        f"{actor}.fsdp_config.model_dtype=bf16",
         f"{actor}.optim.lr=1e-4",
         f"{actor}.ppo_mini_batch_size={args.batch}",
         f"{actor}.ppo_micro_batch_size_per_gpu=4",
@@ -165,6 +185,7 @@ def flags(args: argparse.Namespace, folder: Path, way: str) -> list[str]:
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
         "+ray_kwargs.ray_init.include_dashboard=False",
         f"ray_kwargs.ray_init.num_cpus={max(12, os.cpu_count() or 1)}",
+        *(megatron if args.strategy == "megatron" else fsdp2),
         *(machine if cpu else graphs),
         *own,
         *args.set,
@@ -197,6 +218,10 @@ def environment(args: argparse.Namespace, folder: Path, way: str) -> dict[str, s
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_PLUGINS": "lora_merge",  # vLLM's own wants torchvision
         }
+    if args.strategy == "megatron":
+        paths.append(str(SUPPORT))
+        others = found.get("VERL_USE_EXTERNAL_MODULES")
+        found["VERL_USE_EXTERNAL_MODULES"] = f"{others},verl_megatron" if others else "verl_megatron"
     return found | {"PYTHONPATH": os.pathsep.join(str(Path(path).resolve()) for path in paths)} | WAYS[way][2]
 
 
@@ -305,7 +330,7 @@ def begun(args: argparse.Namespace) -> Record:
     record = about(args)
     if args.json is not None and args.json.exists():
         before = json.loads(args.json.read_text())
-        if all(before[name] == record[name] for name in (*SETTINGS, "versions", "device_name", "commit")):
+        if all(before.get(name) == record[name] for name in (*SETTINGS, "versions", "device_name", "commit")):
             record["ways"] = before["ways"]
     return record
 
@@ -313,7 +338,8 @@ def begun(args: argparse.Namespace) -> Record:
 def show(record: Record) -> None:
     """Print the figures."""
     machine = f"{record['gpus']} x {record['device_name']}" if record["device"] == "cuda" else record["device_name"]
-    title = f"verl, {record['shape']}, rank {record['rank']}, FSDP2 on {record['gpus']}, vLLM with TP={record['tp']}"
+    title = f"verl, {record['shape']}, rank {record['rank']}, {record['strategy']} on {record['gpus']}"
+    title += f", vLLM with TP={record['tp']}"
     sheet = report.sheet_of(
         title, "way", ["update_\nweights s", "step\ns", "generate\ns", "train\ns", "peak\nGiB", "ratio", "push\nms"]
     )
@@ -339,6 +365,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=sync.SHAPES, help="default: qwen2.5-7b, on CPUs tiny")
     parser.add_argument("--layers", type=int, help="how many of its layers (default: all)")
     parser.add_argument("--rank", type=int, help="of the adapter (default: 32, on CPUs 8)")
+    parser.add_argument("--strategy", choices=["fsdp2", "megatron"], default="fsdp2", help="default %(default)s")
     parser.add_argument("--gpus", type=int, default=1, help="ranks of the trainer (default %(default)s)")
     parser.add_argument("--tp", type=int, default=1, help="ranks of each vLLM server (default %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="timed steps (default %(default)s)")

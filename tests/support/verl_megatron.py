@@ -1,0 +1,145 @@
+"""Among verl's `VERL_USE_EXTERNAL_MODULES`: Megatron-Bridge without TransformerEngine and ModelOpt, in each process.
+
+TransformerEngine's modules are PyTorch's (te_cpu.py), and ModelOpt says that nothing is quantised. Where verl's
+platform is a CPU, CUDA's calls and Triton are stood in for, too; on a GPU both are the real ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+BEFORE = "verl.models.mcore", "verl.utils.megatron", "verl.workers.engine.megatron"
+"""Beginnings of the names of verl's modules that import Megatron."""
+os.environ.setdefault("NO_VCS_VERSION", "1")
+os.environ.setdefault("MEGATRON_SUPPRESS_FUSION_WARNINGS", "1")
+
+
+def _module(name: str, **content: Any) -> None:
+    made = ModuleType(name)
+    made.__path__, made.__spec__ = [], ModuleSpec(name, None, is_package=True)
+    vars(made).update(content)
+    sys.modules[name] = made
+    parent, _, child = name.rpartition(".")
+    if parent in sys.modules:
+        setattr(sys.modules[parent], child, made)
+
+
+def _refuse(*args: Any, **options: Any) -> None:
+    raise NotImplementedError("ModelOpt is stood in for")
+
+
+def _stand_in() -> None:
+    """Put what is not installed in its place, before Megatron is imported."""
+    import te_cpu
+
+    te_cpu.install()
+    if importlib.util.find_spec("modelopt") is None:
+        for name in ("modelopt", "modelopt.torch", "modelopt.torch.quantization", "modelopt.torch.opt"):
+            _module(name)
+        _module("modelopt.torch.quantization.utils", is_quantized=lambda model: False)
+        names = "restore_modelopt_state", "save_modelopt_state", "save_sharded_modelopt_state"
+        _module("modelopt.torch.opt.plugins", **dict.fromkeys(names, _refuse))
+    import torch.utils  # noqa: F401
+
+    _module("torch.utils.tensorboard", SummaryWriter=object)  # an installed one may not fit its protobuf
+    _module("torch.utils.tensorboard.writer", SummaryWriter=object)
+
+
+def _import_megatron() -> None:
+    """Import it without what torch.compile would fuse: nothing is compiled in the first step."""
+    import torch
+
+    compiled: Any = torch.compile
+    torch.compile = lambda model=None, **options: model or (lambda function: function)  # type: ignore[assignment]
+    try:
+        import megatron.bridge
+        import megatron.bridge.training.checkpointing  # noqa: F401
+    finally:
+        torch.compile = compiled
+
+
+class _Stream:
+    def __init__(self, *args: Any, **options: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **options: self
+
+
+def _on_cpu() -> None:
+    """Have Megatron believe that a CPU is its GPU."""
+    import typing
+    from unittest import mock
+
+    import torch
+    import typing_extensions
+    from torch.overrides import TorchFunctionMode
+
+    cpu = torch.device("cpu")
+
+    class OnCpu(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        ) -> Any:
+            options = dict(kwargs or {})
+            if func is torch.Tensor.type and len(args) == 1 and not options:
+                return func(*args).replace("torch.", "torch.cuda.")
+            if str(options.get("device")).startswith("cuda"):
+                options["device"] = cpu
+            return func(*(cpu if isinstance(one, str) and one == "cuda" else one for one in args), **options)
+
+    if not hasattr(typing, "override"):  # Python 3.11
+        typing.override = typing_extensions.override  # type: ignore[attr-defined]
+    anything: Any = torch
+    anything.Tensor.cuda = anything.nn.Module.cuda = lambda self, *args, **options: self
+    anything.cuda.current_device = lambda: cpu
+    anything.cuda.Stream = _Stream
+    anything.cuda.current_stream = lambda *args, **options: _Stream()
+    anything.cuda.stream = lambda *args, **options: contextlib.nullcontext()
+    for name in ("synchronize", "empty_cache", "memory_allocated", "memory_reserved", "max_memory_reserved"):
+        setattr(torch.cuda, name, lambda *args, **options: 0)
+    import vllm  # noqa: F401 - before there is a Triton
+
+    with _without_triton(mock.MagicMock(__version__="3.6.0")):
+        _import_megatron()
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    OnCpu().__enter__()
+
+
+@contextlib.contextmanager
+def _without_triton(stand_in: Any) -> Iterator[None]:
+    absent = [name for name in ("triton", "triton.language") if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(absent, stand_in))
+    try:
+        yield
+    finally:
+        for name in absent:
+            del sys.modules[name]
+
+
+class _Finder:
+    """Finds nothing; prepares once, where verl's first module of Megatron's is looked for."""
+
+    ready = False
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> None:
+        if not cls.ready and name.startswith(BEFORE):
+            cls.ready = True
+            _stand_in()
+            if os.environ.get("VERL_PLATFORM") == "cpu":
+                _on_cpu()
+            else:
+                _import_megatron()
+
+
+sys.meta_path.insert(0, _Finder)
