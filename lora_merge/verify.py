@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
@@ -103,7 +104,8 @@ class RoundingLoss:
 
     Args:
         name: HF name of the parameter.
-        loss: `||round(W+D) - (W+D)|| / ||D||`: 0 means that the update is kept whole, 1 is as bad as losing all of it.
+        loss: `||round(W+D) - (W+D)|| / ||D||`: 0 means that the update is kept whole, 1 is as bad as losing all of it;
+            infinite where something is no number.
         cosine: cosine similarity of the update after rounding, `round(W+D) - W`, and D; NaN where rounding removes all
             of it.
     """
@@ -164,7 +166,8 @@ class Change:
     @property
     def loss(self) -> float:
         """As of `RoundingLoss`."""
-        return (self.lost / self.update) ** 0.5 if self.update else 0.0
+        lost = (self.lost / self.update) ** 0.5 if self.update else 0.0
+        return lost if lost == lost else math.inf  # `max` would pass over what is no number
 
     @property
     def cosine(self) -> float:

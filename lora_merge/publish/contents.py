@@ -18,7 +18,7 @@ from ..errors import InvalidInput
 from ..extras import needed
 from ..models.pausing import training_of
 from ..models.peft.files import TENSORS
-from ..models.peft.folder import check_kind
+from ..models.peft.folder import all_finite, check_kind
 from ..models.peft.layer import PARAMETER, PEFT_MODEL, TUNER_LAYER
 from ..names import lineage, path_of
 from ..saving.format import as_bytes, make_header, write_from
@@ -204,8 +204,8 @@ class TensorFile:
         Raises:
             InvalidInput: this rank does not see the file.
         """
-        mine = [(place, shard, owned[self._ranks.rank]) for place, shard, owned in self._each()]
-        if not any(boxes for _, _, boxes in mine):
+        mine = [(name, place, shard, owned[self._ranks.rank]) for name, place, shard, owned in self._each()]
+        if not any(boxes for *_, boxes in mine):
             return
         try:
             file = (folder / TENSORS).open("r+b")
@@ -216,10 +216,10 @@ class TensorFile:
                 "it, and has removed what was begun before its own versions.)"
             ) from error
         with file:
-            for place, shard, boxes in mine:
+            for name, place, shard, boxes in mine:
                 for box in boxes:
                     for start, (_, size), view in shard.views(box):  # Megatron's may be of several pieces
-                        _write_box(file.fileno(), place.begin, shard, (start, size), view)
+                        _write_box(file.fileno(), place.begin, shard, (start, size), view, name)
 
     def write_all(self, folder: Path | None) -> None:
         """Bring all tensors together, and write them on the rank that has a folder. Collective over the ranks."""
@@ -234,19 +234,29 @@ class TensorFile:
         with self._ranks.vote("publish"):
             if folder is not None:
                 with (folder / TENSORS).open("r+b") as file:
-                    for (place, shard, _), tensor in zip(self._each(), whole, strict=True):
-                        _write_box(file.fileno(), place.begin, shard, shard.box, tensor)
+                    for (name, place, shard, _), tensor in zip(self._each(), whole, strict=True):
+                        _write_box(file.fileno(), place.begin, shard, shard.box, tensor, name)
         exchange.release()
 
-    def _each(self) -> Iterator[tuple[Any, Shard, Sequence[Sequence[Box]]]]:
-        return zip(self._places, self._shards.values(), self._owned, strict=True)
+    def _each(self) -> Iterator[tuple[str, Any, Shard, Sequence[Sequence[Box]]]]:
+        return zip(self._shards, self._places, self._shards.values(), self._owned, strict=True)
 
 
-def _write_box(descriptor: int, begin: int, shard: Shard, box: Box, view: Tensor) -> None:
-    """Write a box of a tensor where it belongs in a file that has the whole tensor from byte `begin` on."""
+def _write_box(descriptor: int, begin: int, shard: Shard, box: Box, view: Tensor, name: str) -> None:
+    """Write a box of a tensor where it belongs in a file that has the whole tensor from byte `begin` on.
+
+    Raises:
+        InvalidInput: the tensor, of this name, holds NaN or infinity.
+    """
     start, size = box
     shape, item = shard.shape, shard.dtype.itemsize
-    data = as_bytes(view.detach().cpu().contiguous())
+    values = view.detach().cpu().contiguous()
+    if not all_finite(values):
+        raise InvalidInput(
+            f"{name} holds NaN or infinity: the run has diverged, and engines would serve it. No version was "
+            "published; go back to a step before"
+        )
+    data = as_bytes(values)
     # Behind the last dimension that is cut, bytes follow one another.
     last = max((dim for dim in range(len(shape)) if size[dim] != shape[dim]), default=0)
     steps = [math.prod(shape[dim + 1 :]) * item for dim in range(len(shape))]

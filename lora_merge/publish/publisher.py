@@ -112,8 +112,8 @@ class Publisher:
 
         Raises:
             PushRefused: somebody else has published into the store since this publisher's last version.
-            InvalidInput: something is trained that PEFT's format does not hold; the store holds versions of another
-                base.
+            InvalidInput: something is trained that PEFT's format does not hold; a tensor of the adapter holds NaN or
+                infinity; the store holds versions of another base.
             UnsupportedAdapter, AlreadyMerged: as for `MergedWeights`.
             OSError, and what else the store's library raises: the store cannot be read, or not be written to.
         """

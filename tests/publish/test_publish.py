@@ -543,3 +543,22 @@ def publish_replicas(rank: int, folder: Path) -> None:
 
 def test_replicas(tmp_path: Path) -> None:
     spawn(4, publish_replicas, tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_adapter_that_has_diverged_is_no_version(value: float, tmp_path: Path) -> None:
+    """The engines would refuse it, too; the trainer hears of it, and its versions go on."""
+    model = models.with_lora(models.qwen2)
+    publisher = Publisher(model, tmp_path / "run7")
+    publisher.publish()
+    factor = next(p for name, p in model.named_parameters() if "lora_B" in name)
+    kept = factor.detach().clone()
+    with torch.no_grad():
+        factor.view(-1)[3] = value
+    with pytest.raises(InvalidInput, match=r"lora_B\.weight holds NaN or infinity: the run has diverged"):
+        publisher.publish()
+    assert Store(tmp_path / "run7").numbers() == [1]
+    with torch.no_grad():
+        factor.copy_(kept)
+    assert publisher.publish().version == 2
+    same(saved(model), held(Store(tmp_path / "run7"), 2, tmp_path / "into"))

@@ -169,15 +169,19 @@ def notes_of(model: nn.Module) -> tuple[str, ...]:
     return _notes.get(model, ())
 
 
+def all_finite(tensor: Tensor) -> bool:
+    """Return False if a tensor of an adapter holds NaN or infinity, in float32, in which it is merged."""
+    eight = tensor.itemsize == 1 and tensor.is_floating_point()  # which `isfinite` does not know
+    seen = tensor.float() if eight or tensor.dtype == torch.float64 else tensor
+    return not seen.is_floating_point() or bool(torch.isfinite(seen).all())
+
+
 def _check_finite(folder: Path, held: Mapping[str, Tensor]) -> None:
     """Raise where an adapter has numbers that no merged weight should have: its training has diverged."""
     for key, tensor in held.items():
         if _own(key) and not tensor.is_floating_point():
             raise InvalidInput(f"{folder}: {key} is {tensor.dtype}, expected floating-point numbers")
-        wide = tensor.itemsize == 1 and tensor.is_floating_point()
-        # In float32, in which it is merged.
-        seen = tensor.float() if wide or tensor.dtype == torch.float64 else tensor
-        if seen.is_floating_point() and not bool(torch.isfinite(seen).all()):
+        if not all_finite(tensor):
             raise InvalidInput(
                 f"{folder}: {key} holds NaN or infinity, which would be in every weight that it is merged into: take "
                 "an earlier step of its training"
