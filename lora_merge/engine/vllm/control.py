@@ -452,7 +452,9 @@ _ANSWERS: dict[str, Callable[[Any], bool]] = {
 async def _stands(control: Control) -> bool:
     """Implement `Control.stands` for an engine whose core cannot be asked. One that generates although it is paused
     lets requests end first; wait for that."""
-    if await control.paused() and await control.moves():
+    if not await control.paused():
+        return False
+    if await control.moves():
         await control.pause("wait")
     return await control.paused()
 
