@@ -123,9 +123,8 @@ class EngineControl(SglangControl):
         return bool(self.engine.is_pause)
 
     async def stands(self) -> bool:
-        if not await self.paused():
-            return False
-        await self._ended()  # "abort" waits until its requests have gone
+        if await self.paused():
+            await self._ended()  # "abort" waits until its requests have gone
         return await self.paused()
 
     async def pause(self, mode: str) -> None:
