@@ -19,11 +19,11 @@ file of `--json` is written after each:
   needs GPUs, and vLLM 0.28 or later. (Its `sharded_rdt` wants Ray and NIXL; it is not run here.)
 
 For the first two: the first push, and medians over `--repeats` steady ones, after a step of training each, into the
-idle engine and then with requests in flight; the bytes that are sent; GB/s into each GPU of the engine, and their share
-of the link (a copy from the first GPU of the trainer to the first one of the engine); peak memory of the fullest
-trainer GPU in the first push; the longest time between two tokens of a request, median over requests and most, beside
-that before; coverage, and one push whose checksums are compared on every worker. On an H200 also what the formulas of
-`scale.py` predict of an idle engine. Times are those of rank 0.
+idle engine and then, a second apart, with requests in flight; the bytes that are sent; GB/s into each GPU of the
+engine, and their share of the link (a copy from the first GPU of the trainer to the first one of the engine); peak
+memory of the fullest trainer GPU in the first push; the longest time between two tokens of a request, median over
+requests and most, beside that before; coverage, and one push whose checksums are compared on every worker. On an H200
+also what the formulas of `scale.py` predict of an idle engine. Times are those of rank 0.
 """
 
 from __future__ import annotations
