@@ -167,7 +167,7 @@ class Change:
     def loss(self) -> float:
         """As of `RoundingLoss`."""
         lost = (self.lost / self.update) ** 0.5 if self.update else 0.0
-        return lost if lost == lost else math.inf  # `max` would pass over what is no number
+        return math.inf if math.isnan(lost) else lost  # `max` would pass over what is no number
 
     @property
     def cosine(self) -> float:

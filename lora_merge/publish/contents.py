@@ -202,7 +202,7 @@ class TensorFile:
         """Write the boxes that this rank owns.
 
         Raises:
-            InvalidInput: this rank does not see the file.
+            InvalidInput: this rank does not see the file, or a tensor holds NaN or infinity.
         """
         mine = [(name, place, shard, owned[self._ranks.rank]) for name, place, shard, owned in self._each()]
         if not any(boxes for *_, boxes in mine):
@@ -253,7 +253,7 @@ def _write_box(descriptor: int, begin: int, shard: Shard, box: Box, view: Tensor
     values = view.detach().cpu().contiguous()
     if not all_finite(values):
         raise InvalidInput(
-            f"{name} holds NaN or infinity: the run has diverged, and engines would serve it. No version was "
+            f"{name} holds NaN or infinity: the run has diverged, and engines refuse such a version. None was "
             "published; go back to a step before"
         )
     data = as_bytes(values)

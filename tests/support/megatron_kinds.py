@@ -7,9 +7,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from importlib.machinery import ModuleSpec
 from importlib.metadata import version
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -22,13 +20,6 @@ import hf_kinds  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
-
-
-def _module(name: str, **content: Any) -> None:
-    module = ModuleType(name)
-    module.__path__, module.__spec__ = [], ModuleSpec(name, None, is_package=True)
-    module.__dict__.update(content)
-    sys.modules[name] = module
 
 
 def _l2norm(x: Tensor) -> Tensor:
@@ -73,12 +64,14 @@ def _scan(
 
 
 for _name in ("fla", "fla.modules", "fla.ops", "mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
-    _module(_name)
-_module("fla.modules.l2norm", l2norm=_l2norm)
-_module("fla.modules.convolution", causal_conv1d=None)
-_module("fla.ops.gated_delta_rule", chunk_gated_delta_rule=None)
-_module("mamba_ssm.ops.triton.layernorm_gated", RMSNorm=_GatedNorm)
-_module("mamba_ssm.ops.triton.ssd_combined", mamba_chunk_scan_combined=None, mamba_split_conv1d_scan_combined=_scan)
+    te_cpu.stand_in(_name)
+te_cpu.stand_in("fla.modules.l2norm", l2norm=_l2norm)
+te_cpu.stand_in("fla.modules.convolution", causal_conv1d=None)
+te_cpu.stand_in("fla.ops.gated_delta_rule", chunk_gated_delta_rule=None)
+te_cpu.stand_in("mamba_ssm.ops.triton.layernorm_gated", RMSNorm=_GatedNorm)
+te_cpu.stand_in(
+    "mamba_ssm.ops.triton.ssd_combined", mamba_chunk_scan_combined=None, mamba_split_conv1d_scan_combined=_scan
+)
 
 Tensor.cuda = nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment]
 torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]

@@ -1,5 +1,5 @@
-"""TransformerEngine's own modules as megatron-core builds on them, computed by PyTorch on a CPU: `install()` puts them
-in place of the package, and megatron-core, mcore-bridge and ms-swift are then the real ones.
+"""TransformerEngine's own modules as megatron-core builds on them, computed by PyTorch: `install()` puts them in place
+of the package, and megatron-core, mcore-bridge and ms-swift are then the real ones.
 
 Attributes, shapes and results are TransformerEngine's; of its speed, its 8-bit numbers and its overlap of communication
 there is nothing.
@@ -190,6 +190,17 @@ class DotProductAttention(nn.Module):
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
+def stand_in(name: str, **content: Any) -> None:
+    """Let `import name` find a package of this content."""
+    made = ModuleType(name)
+    made.__path__, made.__spec__ = [], ModuleSpec(name, None, is_package=True)
+    vars(made).update(content)
+    sys.modules[name] = made
+    parent, _, child = name.rpartition(".")
+    if parent in sys.modules:
+        setattr(sys.modules[parent], child, made)
+
+
 def install() -> None:
     """Let `import transformer_engine` find what is here; before megatron-core is imported."""
     if "transformer_engine" in sys.modules:
@@ -214,10 +225,4 @@ def install() -> None:
         "transformer_engine.pytorch.tensor": {"QuantizedTensor": type("QuantizedTensor", (), {})},
     }
     for name, content in contents.items():
-        module = ModuleType(name)
-        module.__path__, module.__spec__ = [], ModuleSpec(name, None, is_package=True)
-        module.__dict__.update(content)
-        sys.modules[name] = module
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], child, module)
+        stand_in(name, **content)

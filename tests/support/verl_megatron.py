@@ -11,24 +11,12 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 BEFORE = "verl.models.mcore", "verl.utils.megatron", "verl.workers.engine.megatron"
 """Beginnings of the names of verl's modules that import Megatron."""
 os.environ.setdefault("NO_VCS_VERSION", "1")
 os.environ.setdefault("MEGATRON_SUPPRESS_FUSION_WARNINGS", "1")
-
-
-def _module(name: str, **content: Any) -> None:
-    made = ModuleType(name)
-    made.__path__, made.__spec__ = [], ModuleSpec(name, None, is_package=True)
-    vars(made).update(content)
-    sys.modules[name] = made
-    parent, _, child = name.rpartition(".")
-    if parent in sys.modules:
-        setattr(sys.modules[parent], child, made)
 
 
 def _refuse(*args: Any, **options: Any) -> None:
@@ -42,14 +30,14 @@ def _stand_in() -> None:
     te_cpu.install()
     if importlib.util.find_spec("modelopt") is None:
         for name in ("modelopt", "modelopt.torch", "modelopt.torch.quantization", "modelopt.torch.opt"):
-            _module(name)
-        _module("modelopt.torch.quantization.utils", is_quantized=lambda model: False)
+            te_cpu.stand_in(name)
+        te_cpu.stand_in("modelopt.torch.quantization.utils", is_quantized=lambda model: False)
         names = "restore_modelopt_state", "save_modelopt_state", "save_sharded_modelopt_state"
-        _module("modelopt.torch.opt.plugins", **dict.fromkeys(names, _refuse))
+        te_cpu.stand_in("modelopt.torch.opt.plugins", **dict.fromkeys(names, _refuse))
     import torch.utils  # noqa: F401
 
-    _module("torch.utils.tensorboard", SummaryWriter=object)  # an installed one may not fit its protobuf
-    _module("torch.utils.tensorboard.writer", SummaryWriter=object)
+    te_cpu.stand_in("torch.utils.tensorboard", SummaryWriter=object)  # an installed one may not fit its protobuf
+    te_cpu.stand_in("torch.utils.tensorboard.writer", SummaryWriter=object)
 
 
 def _import_megatron() -> None:

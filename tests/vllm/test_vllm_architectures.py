@@ -32,7 +32,7 @@ def python(*arguments: str, given: str = "") -> subprocess.CompletedProcess[str]
     return subprocess.run(command, input=given, capture_output=True, text=True, cwd=ROOT, env=environment)
 
 
-@pytest.mark.parametrize("record", sorted((ROOT / "benchmarks" / "results").glob("architectures-*.json")))
+@pytest.mark.parametrize("record", sorted((ROOT / "benchmarks" / "results").rglob("architectures-*.json")))
 def test_the_table_is_of_the_record(record: Path) -> None:
     rows = json.loads(record.read_text())["rows"]
     assert rows
