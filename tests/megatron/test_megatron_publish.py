@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_processes import POOL
-from torch import Tensor
 
 from lora_merge import InvalidInput, MergedWeights, Publisher, UnsupportedAdapter
 from lora_merge.models.megatron.read import Chunks
@@ -46,11 +45,11 @@ def made(case: Case) -> Chunks:
 def work(case: Case, urls: list[str], cache: str) -> dict[str, Any]:
     """On each rank: versions of a model in two stores, twice, and what it streams then."""
     model, wrote = made(case), list[int]()
-    write = contents._write_box
+    write = contents.write_from
 
-    def noted(descriptor: int, begin: int, shard: Any, box: Any, view: Tensor) -> None:
-        wrote.append(view.nbytes)
-        write(descriptor, begin, shard, box, view)
+    def noted(descriptor: int, at: int, data: Any) -> None:
+        wrote.append(len(data))
+        write(descriptor, at, data)
 
     published = []
     publishers = [Publisher(model, url) for url in urls]
@@ -60,7 +59,7 @@ def work(case: Case, urls: list[str], cache: str) -> dict[str, Any]:
                 for parameter in chunk.parameters():
                     if parameter.requires_grad:
                         parameter.mul_(1 + step)
-        with mock.patch.object(contents, "_write_box", noted):
+        with mock.patch.object(contents, "write_from", noted):
             published += [publisher.publish().version for publisher in publishers[:1]]
         published += [publisher.publish().version for publisher in publishers[1:]]
     stream = {n: t.clone() for n, t in MergedWeights(model)}
