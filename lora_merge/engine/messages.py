@@ -63,6 +63,7 @@ class WorkerInfo:
     calibrated: str = ""
     others: Sequence[str] = ()
     unkept: str = "runs a lora_merge that does not keep caches: install the trainer's, and start it anew"
+    chains: bool = False
     shares: SharedExperts | None = None
     computing: Mapping[str, Any] = field(default_factory=dict)
     # Versions of adapters (adapter_versions.py): states of those that requests may ask for, oldest first; of those that

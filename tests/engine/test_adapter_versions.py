@@ -14,7 +14,7 @@ from workers import worker
 
 from lora_merge import PushRefused
 from lora_merge.engine.adapter_versions import CONSTANT_PATH, name_of, path_of, version_of
-from lora_merge.engine.control.base import Call, Control, NotOurs
+from lora_merge.engine.control.base import Call, Control, NotOurs, Unheard
 from lora_merge.engine.control.calls import drive
 from lora_merge.engine.control.http import Answered, NoRoute
 from lora_merge.engine.push.channels import Trainer
@@ -25,6 +25,7 @@ from lora_merge.engine.state import State, change
 from lora_merge.engine.tenants import PATHS, tenant_id
 from lora_merge.engine.vllm import kept_requests
 from lora_merge.engine.vllm.control import HttpControl, LlmControl, _allowing
+from lora_merge.engine.vllm.core import install
 from lora_merge.engine.vllm.kept_requests import guard, guard_in_front, lora_merge_adapters, put_door
 from lora_merge.shards.ranks import Ranks
 
@@ -100,10 +101,11 @@ def test_the_door_of_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
     class Guarded(Core):
         pass
 
-    guard(Guarded)
-    once = Guarded.add_request
-    guard(Guarded)
-    assert Guarded.add_request is once
+    for add in (guard, install):
+        add(Guarded)
+        once = Guarded.add_request, Guarded.collective_rpc
+        add(Guarded)
+        assert (Guarded.add_request, Guarded.collective_rpc) == once
     core = Guarded()
     core.add_request(request("of an engine that was started anew", CONSTANT_PATH))
     assert core.refused.pop() == (["of an engine that was started anew"], 4)
@@ -132,6 +134,7 @@ def test_tenants_that_are_served_no_longer_do_not_come_in() -> None:
         pass
 
     guard(Guarded)
+    install(Guarded)
     core = Guarded()
 
     def ask(name: str, tenant: str) -> None:
@@ -169,12 +172,12 @@ def test_the_door_stays_as_it_is_where_a_push_breaks_off(monkeypatch: pytest.Mon
     control.workers = [1]
     put_door(engine, allowed=[path_of(FIRST)], tenants=[tenant_id("a")])
     door: Any = engine.input_processor._validate_lora
-    came = ["[]"]
+    came, failed = ["[]"], "work: it broke"
 
-    async def in_core(asked: Any) -> str:
-        return json.dumps({"returned": came, "failed": "work: it broke"})
+    async def of_core(method: str, *arguments: Any) -> str:
+        return json.dumps({"returned": came, "failed": failed})
 
-    monkeypatch.setattr(control, "_in_core", in_core)
+    monkeypatch.setattr(control, "_core", of_core)
     calls = [
         Call("reset_media_caches"),
         Call("allow_adapters", ([], True)),
@@ -187,6 +190,9 @@ def test_the_door_stays_as_it_is_where_a_push_breaks_off(monkeypatch: pytest.Mon
     with pytest.raises(RuntimeError, match="it broke"):
         drive(control.chain(calls))
     assert (door.served.allowed, door.served.tenants) == (set(), {tenant_id("a")})
+    failed = ""
+    with pytest.raises(Unheard, match="of 3 calls 2 were answered, and none of these ended them"):
+        drive(control.chain(calls))
 
 
 def test_the_door_of_the_process_that_asks() -> None:
@@ -223,6 +229,7 @@ def test_an_engine_that_its_owner_steps_has_a_door_from_its_start_on() -> None:
             self.input_processor, self.engine_core = Processor(), SimpleNamespace(**core)
 
     guard(Guarded)
+    install(Guarded)
     for _ in range(2):
         guard_in_front(Stepped)
     core = Guarded()

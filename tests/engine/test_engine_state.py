@@ -26,7 +26,8 @@ from lora_merge.engine.lease import SILENT_S, lease_of, under_way
 from lora_merge.engine.push import heartbeat
 from lora_merge.engine.push.sequence import EngineSequence
 from lora_merge.engine.transport.liveness import born, host_id
-from lora_merge.engine.vllm.core import lora_merge_calls
+from lora_merge.engine.vllm.core import install, lora_merge_calls
+from lora_merge.engine.vllm.names import CALLS
 from lora_merge.engine.worker.lease import Lease, LeaseLost, Stepped
 from lora_merge.engine.worker.modules import Modules
 from tests.models.test_steady import python_calls
@@ -405,6 +406,39 @@ def test_calls_in_one_message_end_with_the_first_one_that_fails(calls: Any, retu
     assert isinstance(found, str)
     assert json.loads(found) == {"returned": returned, "failed": failed}
     assert core.made == [str(one) for one in returned if one is not None]
+
+
+def test_calls_that_come_again_are_not_made_again() -> None:
+    """As a proxy repeats a POST, also while they are under way: their resume would fall into another push."""
+    core = Core()
+    assert [lora_merge_calls(core, [SAY], "a") for _ in range(2)] == 2 * ['{"returned": ["on"], "failed": ""}']
+    late = [lora_merge_calls(core, [["wait", [], [], None], SAY], "b") for _ in range(2)]
+    core.later.set_result("late")
+    late.append(lora_merge_calls(core, [], "b"))
+    assert [one.result() if isinstance(one, Future) else one for one in late] == (
+        3 * ['{"returned": ["late", "on"], "failed": ""}']
+    )
+    assert core.made == ["on", "on"]
+
+
+def test_calls_of_workers_reach_the_core() -> None:
+    class Installed(Core):
+        def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+            return [method, timeout, args, kwargs]
+
+    install(Installed)
+    core, calls = Installed(), [["wait", [], [], None], SAY]
+    late = core.collective_rpc(CALLS, None, (calls, "a"))
+    assert isinstance(late, Future)
+    assert not late.done()
+    core.later.set_result("late")
+    found = ['{"returned": ["late", "on"], "failed": ""}']
+    assert late.result() == found
+    assert core.collective_rpc(CALLS, args=(calls, "a"), kwargs={}) == found
+    assert core.collective_rpc("lora_merge", 1.0, ("{}",)) == ["lora_merge", 1.0, ("{}",), None]
+    assert core.collective_rpc(len) == [len, None, (), None]
+    with pytest.raises(AttributeError, match="lora_merge_of_another_release"):
+        core.collective_rpc("lora_merge_of_another_release")
 
 
 def test_an_engine_is_woken_after_calls_that_came_late(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,9 +65,11 @@ class Front(Other):
 
     Attributes:
         engine: which one a path is sent to next; or what is answered in its place.
+        taken: None, or which answer is given on of two: everything is sent twice.
     """
 
     engine: Callable[[str], str | Answer]
+    taken: int | None = None
 
     def _answer(self) -> None:
         to = type(self).engine(self.path.partition("?")[0])
@@ -79,11 +81,8 @@ class Front(Other):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0))) or None
         headers = {"Content-Type": JSON}
         request = urllib.request.Request(to + self.path, body, headers, method=self.command)
-        try:
-            with urllib.request.urlopen(request) as response:
-                code, text = response.status, response.read()
-        except urllib.error.HTTPError as error:
-            code, text = error.code, error.read()
+        answers = [_sent(request) for _ in range(1 if self.taken is None else 2)]
+        code, text = answers[self.taken or 0]
         self.close_connection = True
         self.send_response(code)
         self.send_header("Content-Type", JSON)
@@ -93,14 +92,22 @@ class Front(Other):
     do_GET = do_POST = _answer
 
 
+def _sent(request: urllib.request.Request) -> tuple[int, bytes]:
+    try:
+        with urllib.request.urlopen(request) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
 @contextmanager
-def in_front(engine: Callable[[str], str | Answer]) -> Iterator[tuple[str, list[str]]]:
+def in_front(engine: Callable[[str], str | Answer], taken: int | None = None) -> Iterator[tuple[str, list[str]]]:
     """A server in front of engines: its URL, and the paths that it was asked for.
 
     Args:
-        engine: as of `Front`.
+        engine, taken: as of `Front`.
     """
-    handler = type("Handler", (Front,), {"engine": staticmethod(engine), "asked": []})
+    handler = type("Handler", (Front,), {"engine": staticmethod(engine), "taken": taken, "asked": []})
     with _serving(handler) as url:
         yield url, handler.asked
 

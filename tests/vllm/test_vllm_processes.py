@@ -30,6 +30,7 @@ from vllm import SamplingParams
 
 from lora_merge import InvalidInput, LoraMergeError, PushFailed, PushRefused, VllmSync
 from lora_merge.engine.transport.sender import Sender
+from lora_merge.engine.vllm.control import HttpControl
 from lora_merge.stream.weights import BucketWriter
 from lora_merge.verify import coverage
 
@@ -356,7 +357,9 @@ LIES = {
 
 
 @pytest.mark.parametrize("route", LIES)
-def test_what_was_not_done(servers: list[Server], route: str) -> None:
+def test_what_was_not_done(servers: list[Server], route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an engine whose lora_merge is too old to take several calls in one message."""
+    monkeypatch.setattr(HttpControl, "_reaches_core", lambda control: False)
     model, (answer, match) = models.with_lora(engines.qwen2, seed=3, **DENSE), LIES[route]
     url = servers[0].url
     with (
@@ -370,6 +373,66 @@ def test_what_was_not_done(servers: list[Server], route: str) -> None:
         assert not sync._trainer.controls[0]._server.get("is_paused")["is_paused"]  # type: ignore[attr-defined]
     prompt = engines.prompts()[0]
     assert servers[0].generate(prompt) == greedy(model, prompt)
+
+
+CALLED = {
+    "the pause, nothing": (1, {}, "is dirty: Unheard: Unfit: .*JSON of something else"),
+    "the pause, an object": (1, {"results": ["{}"]}, "is dirty: Unheard: Unfit: .*JSON of something else"),
+    "the pause, none of it": (
+        1,
+        {"results": ['{"returned": [], "failed": ""}']},
+        "is dirty: Unheard: of 5 calls 0 were answered, and none of these ended them",
+    ),
+    "the work, not even JSON": (2, "<html/>", "is dirty: Unheard: Unfit: .*which is not JSON"),
+    "the work, none of it": (
+        2,
+        {"results": ['{"returned": [], "failed": ""}']},
+        "is dirty: Unheard: of 7 calls 0 were answered, and none of these ended them",
+    ),
+}
+"""Which message of a push something in front answers in the engine's place, with what, and what a push says of it."""
+
+
+@pytest.mark.parametrize("what", CALLED)
+def test_messages_that_something_else_answers(servers: list[Server], what: str) -> None:
+    """Of three: who is there; the pause, and the begin; the work, the caches, the name, and the resume."""
+    model, (at, said, match) = models.with_lora(engines.qwen2, seed=3, **DENSE), CALLED[what]
+    answer = (200, JSON, said if isinstance(said, str) else json.dumps(said))
+    server, truths = servers[0], -1
+
+    def engine(path: str) -> Any:
+        nonlocal truths
+        truths -= 1
+        return server.url if truths != -1 else answer
+
+    with in_front(engine) as (front, asked), closing(VllmSync(model, front, merge="trainer")) as sync:
+        for step in range(3):
+            asked.clear()
+            train(model, step)
+            sync.push()
+        assert asked == 3 * ["/collective_rpc"]
+        truths = at
+        with pytest.raises(PushFailed, match=match):
+            sync.push()
+        train(model)
+        sync.push()
+    prompt = engines.prompts()[0]
+    assert server.generate(prompt) == greedy(model, prompt)
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_proxy_that_repeats_what_it_is_sent(servers: list[Server], taken: int) -> None:
+    """What comes again is not done again: neither a bucket is taken twice, nor an engine resumed in the next push."""
+    model, server = models.with_lora(engines.qwen2, seed=taken, **DENSE), servers[0]
+    with in_front(lambda path: server.url, taken) as (front, asked):
+        for merge in ("trainer", "engine"):
+            with closing(VllmSync(model, front, merge=merge, bucket_bytes=1 << 17)) as sync:
+                for step in range(2):
+                    train(model, step)
+                    sync.push()
+                    prompt = engines.prompts()[step]
+                    assert server.generate(prompt) == greedy(model, prompt)
+    assert set(asked) == {"/collective_rpc"}
 
 
 def test_a_users_pause_stays(servers: list[Server]) -> None:

@@ -71,6 +71,7 @@ class Control:
         workers: process ids of its workers on this host, in other processes than this one: a call that is under way
             when the engine dies is never answered.
         far: whether it has workers on other hosts, which cannot look this process up.
+        chains: whether calls of its workers may bring several calls of the engine in one message.
         adapters, media: why adapters cannot be served, and encoders' caches not be reset, over this handle.
         versions: why no versions of adapters can be kept over this handle; "" where they can.
         preloads: whether a worker loads a version by itself; else `name_version` has it loaded.
@@ -90,7 +91,7 @@ class Control:
     def __init__(self, handle: Any) -> None:
         self.handle = self.engine = handle
         self.workers: list[int] = []
-        self.far = False
+        self.far = self.chains = False
 
     @property
     def suspends(self) -> bool:

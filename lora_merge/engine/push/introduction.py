@@ -68,6 +68,7 @@ async def hello(
             raise PushRefused(f"engine {index}: {error}") from error
         here = [worker.pid for worker in workers if worker.host == host_id()]
         control.far = len(here) < len(workers)
+        control.chains = all(worker.chains for worker in workers)
         control.workers = [pid for pid in here if pid != os.getpid()]
         for worker in workers:
             worker.no_adapters = control.adapters or worker.no_adapters

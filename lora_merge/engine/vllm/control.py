@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from ...errors import InvalidInput, PushRefused
 from ..adapter_versions import PREFIX
 from ..control.base import Call, Control, Unheard, judges
 from ..control.calls import EngineGone, watched, while_alive
-from ..control.http import Answered, NoRoute, Server
+from ..control.http import Answered, NoRoute, NotReached, Server
 from ..control.one_server import OneServer
 from .kept_requests import core_inside, end_requests, put_door
 from .names import (
@@ -70,7 +71,7 @@ class LlmControl(Control):
     plugins = "VLLM_PLUGINS"
     versions = ""
     folders = ""
-    _of_core = _SYNCHRONOUS
+    _of_core: ClassVar[_OfCore] = _SYNCHRONOUS
     _utility = "call_utility"
     """The method of its engine's client that calls one of the core."""
 
@@ -102,7 +103,7 @@ class LlmControl(Control):
         return await self._collective(WORKER_METHOD, request)
 
     async def _collective(self, method: str, *arguments: Any) -> Sequence[str]:
-        """Call a method of all workers, or one of the core that `answering` reaches; return the answers."""
+        """Call a method of all workers, or one of the core that such calls reach (core.py); return the answers."""
         found: Sequence[str] = await self._call("collective_rpc", method, args=arguments)
         return found
 
@@ -150,7 +151,7 @@ class LlmControl(Control):
 
     async def keep_cache(self) -> bool:
         (said,) = await self._collective(KEEP_CACHE)
-        return said == str(True)
+        return str(said) == str(True)  # servers answer in words
 
     async def reset_media_caches(self) -> None:
         # Not reset_mm_cache: it empties the processors' caches, which hold inputs as the user sent them, on one side
@@ -207,13 +208,13 @@ class LlmControl(Control):
             if call.method == "allow_adapters" and call.arguments[2:]:
                 self._allow(*call.arguments)  # before the pause: the core lets nothing in too early
         try:
-            answer = json.loads(await self._in_core(asked))
-        except EngineGone:
+            answer = json.loads(await self._core(CALLS, asked, secrets.token_hex(8)))
+        except (EngineGone, NotReached):
             raise
         except Exception as error:
             raise Unheard(f"{type(error).__name__}: {error}") from error
-        returned = [] if returned is None else returned
-        for call, found, read in zip(calls, answer["returned"], readers, strict=False):  # fewer where one ended it
+        returned, answered = [] if returned is None else returned, answer["returned"]
+        for call, found, read in zip(calls, answered, readers, strict=False):  # fewer where one ended it
             returned.append(None if found is None else read(found))
             if call.method == "allow_adapters":
                 self._allow(*call.arguments)
@@ -221,6 +222,8 @@ class LlmControl(Control):
                 put_door(self.engine, tenants=call.arguments[2])
         if answer["failed"]:
             raise RuntimeError(f"a call to the engine failed: {answer['failed']}")
+        if len(answered) < len(calls) and not (answered and call.wanted and returned[-1] not in call.wanted):
+            raise Unheard(f"of {len(calls)} calls {len(answered)} were answered, and none of these ended them")
         return returned
 
     def _allow(self, paths: Sequence[str], end: bool, coming: Sequence[str] = ()) -> None:
@@ -232,10 +235,6 @@ class LlmControl(Control):
         core, logs = getattr(self.engine, "engine_core", None), getattr(self.engine, "logger_manager", None)
         return bool(self.workers) and hasattr(core, self._utility) and not logs
 
-    async def _in_core(self, asked: Sequence[Sequence[Any]]) -> str:
-        """Return the answer of `lora_merge_calls`."""
-        return str(await self._core(CALLS, asked))
-
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         call = partial(attrgetter(method)(self.engine), *args, **kwargs)
         return while_alive(call, self.workers) if self.workers else call()
@@ -246,7 +245,7 @@ class AsyncControl(LlmControl):
 
     suspends = True
     beats = True
-    _of_core = _ASYNCHRONOUS
+    _of_core: ClassVar[_OfCore] = _ASYNCHRONOUS
     _utility = "call_utility_async"
 
     @property
@@ -280,10 +279,21 @@ class AsyncControl(LlmControl):
         return await watched(attrgetter(method)(self.engine)(*args, **kwargs), self.workers)
 
 
-class RayControl(AsyncControl):
-    """A Ray actor around `vllm.AsyncLLM`, or around `vllm.LLM`, whose calls queue up behind each other."""
+class CollectiveControl(AsyncControl):
+    """A handle over which calls of workers alone reach the engine's core (core.py)."""
 
     suspends = False
+
+    def _reaches_core(self) -> bool:
+        return self.chains
+
+    async def _core(self, method: str, *arguments: Any) -> Any:
+        (found,) = await self._collective(method, *arguments)
+        return found
+
+
+class RayControl(CollectiveControl):
+    """A Ray actor around `vllm.AsyncLLM`, or around `vllm.LLM`, whose calls queue up behind each other."""
 
     def config(self) -> Any:
         return None
@@ -292,6 +302,9 @@ class RayControl(AsyncControl):
     def keeps(self) -> bool:
         # An actor around an LLM does one call after the other: it stands still whenever it takes ours.
         return hasattr(self.engine, "pause_generation")
+
+    def _reaches_core(self) -> bool:
+        return self.keeps and super()._reaches_core()
 
     async def will_keep(self) -> str:
         if not hasattr(self.engine, "update_weight_version"):
@@ -337,15 +350,17 @@ class RayControl(AsyncControl):
         return ray.get(getattr(self.engine, method).remote(*args, **kwargs))
 
 
-class HttpControl(OneServer, LlmControl):
+class HttpControl(OneServer, CollectiveControl):
     """A running `vllm serve` with `VLLM_SERVER_DEV_MODE=1`, by its URL. JSON goes in and out."""
+
+    # Its front has to hear of adapters, too.
+    _of_core: ClassVar[_OfCore] = {method: of for method, of in _ASYNCHRONOUS.items() if method != "allow_adapters"}
 
     adapters = (
         "its API server does not know adapters that a worker loaded by itself; versions of one it is told of: "
         "push(mode='adapter', keep=1)"
     )
     preloads = False
-    beats = True
 
     def __init__(self, handle: str) -> None:
         super().__init__(handle)
@@ -390,9 +405,6 @@ class HttpControl(OneServer, LlmControl):
         if not isinstance(answer.get("is_paused"), bool):
             raise self._server.unlike(answer)
         return bool(answer["is_paused"])
-
-    async def stands(self) -> bool:
-        return await _stands(self)
 
     async def pause(self, mode: str) -> None:
         self._server.do("pause", {"status": "paused"}, mode=mode, clear_cache="false")
@@ -441,10 +453,19 @@ def _is_text(answer: Any) -> bool:
     return isinstance(answer, str)
 
 
+def _is_of_calls(answer: Any) -> bool:
+    if not _is_object(answer):
+        return False
+    said = json.loads(answer)
+    return isinstance(said.get("returned"), list) and isinstance(said.get("failed"), str)
+
+
 _ANSWERS: dict[str, Callable[[Any], bool]] = {
+    CALLS: _is_of_calls,
     WILL_KEEP: _is_text,
     KEEP_CACHE: _is_text,
-    TENANTS: lambda answer: True,  # which says nothing
+    HOLDERS: _is_text,
+    **dict.fromkeys((TENANTS, WRONG_MODE), lambda answer: True),  # which say nothing
 }
 """Methods of the core that answer otherwise than by an object of JSON -> whether this is such an answer."""
 

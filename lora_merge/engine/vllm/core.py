@@ -12,13 +12,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from . import internals
+from ..worker.answered import Answered
+from . import internals, names
 from .adapter import ADAPTER_ID
 from .kept_requests import end_requests_with, lora_merge_adapters, lora_merge_tenants
 from .names import ADAPTERS, CALLS, HOLDERS, STILL_PAUSED, TENANTS, WRONG_MODE
+from .stand_in import stands_in
+
+_ANSWERED = "_lora_merge_answered"
+"""Attribute of an engine core: the answers to `lora_merge_calls`."""
 
 
-def lora_merge_calls(core: Any, calls: Sequence[Sequence[Any]]) -> str | Future[str]:
+def lora_merge_calls(core: Any, calls: Sequence[Sequence[Any]], number: str | None = None) -> str | Future[str]:
     """Make calls in order, up to the first that fails or does not return what it has to.
 
     Args:
@@ -27,13 +32,18 @@ def lora_merge_calls(core: Any, calls: Sequence[Sequence[Any]]) -> str | Future[
             has ends with "?", and returns None where it is missing. wanted: what it has to return for the next call to
             be made; empty for anything (workers that report an error always end the calls). unless: None, or the number
             of an earlier call: if that returned something true, this one is not made, and returns None.
+        number: which no other calls have. Those that come again, as a proxy repeats a POST, are not made again.
 
     Returns:
         JSON: `returned` by the calls that were made, and `failed`, the error of the one after them; "" for none.
     """
-    done = _Calls(core, calls)
-    done.go_on()
-    return done.ended if not done.ended.done() else done.ended.result()
+    answered: Answered = core.__dict__.setdefault(_ANSWERED, Answered())
+    ended = answered.to(number)
+    if ended is None:
+        done = _Calls(core, calls)
+        ended = answered.keep(number, done.ended)
+        done.go_on()
+    return ended if not ended.done() else ended.result()
 
 
 def lora_merge_end_wrong_mode_requests(core: Any, adapter: bool) -> None:
@@ -154,3 +164,36 @@ OF_CORE: dict[str, Callable[..., Any]] = {
     TENANTS: lora_merge_tenants,
 }
 """Methods that the plugin adds to vLLM's `EngineCore`, by name."""
+
+
+def install(core: Any) -> None:
+    """Add them to a class of engine cores, and let calls of its workers reach them: over HTTP, and in an actor, nothing
+    else reaches the core. Harmless when called twice."""
+    if not hasattr(core, CALLS):
+        core.collective_rpc = _reaching(core.collective_rpc)
+    for name, method in OF_CORE.items():
+        setattr(core, name, method)
+
+
+@stands_in
+def _reaching(call: Callable[..., Any], core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(method, str) or not method.startswith(names.OF_CORE):
+        return call(core, method, *args, **kwargs)
+    return _of_core(core, method, *args, **kwargs)
+
+
+def _of_core(core: Any, method: str, timeout: Any = None, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    """Call a method of the core, and return its answer as that of one worker; a future of it where it ends later."""
+    found = getattr(core, method)(*args)
+    if not isinstance(found, Future):
+        return [found]
+    listed: Future[list[Any]] = Future()
+
+    def ended(later: Future[Any]) -> None:
+        if (error := later.exception()) is not None:
+            listed.set_exception(error)
+        else:
+            listed.set_result([later.result()])
+
+    found.add_done_callback(ended)
+    return listed

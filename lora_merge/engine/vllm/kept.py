@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..adapter_versions import label_of
-from .kept_requests import answering
 from .names import KEEP_CACHE, WILL_KEEP
 from .stand_in import stands_in
 
@@ -168,20 +167,11 @@ OF_CORE: Mapping[str, Callable[[Any], Any]] = {WILL_KEEP: lora_merge_will_keep, 
 """Methods that the plugin adds to vLLM's `EngineCore`, by name."""
 
 
-@stands_in
-def _in_words(function: Callable[[Any], Any], core: Any) -> str:
-    """Answer by text, as servers and actors hand it on."""
-    return str(function(core))
-
-
 def hook(core: Any) -> None:
     """Add what this module needs to vLLM's class `EngineCore`; harmless when called twice."""
     if hasattr(core, KEEP_CACHE) or not hasattr(core, "set_weight_version"):  # 0.26 has no versions
         return
     core.set_weight_version = noting(core.set_weight_version)
-    core.collective_rpc = answering(
-        core.collective_rpc, {name: _in_words(function) for name, function in OF_CORE.items()}
-    )
     for name, method in OF_CORE.items():
         setattr(core, name, method)
 

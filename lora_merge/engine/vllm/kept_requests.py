@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from inspect import ismethod
 from typing import Any
@@ -18,7 +18,6 @@ from weakref import WeakMethod, ref
 from ..adapter_versions import CONSTANT_PATH, PREFIX
 from ..tenants import PATHS
 from . import internals
-from .names import ADAPTERS, TENANTS
 from .stand_in import stands_in
 
 _SERVED = "_lora_merge_served"
@@ -116,16 +115,13 @@ def end_requests(core: Any, names: Sequence[str] | None = None) -> None:
 
 
 def guard(core: Any) -> None:
-    """Let a class of engine cores look at what requests ask for, and answer this module's calls where workers are
-    called, which servers and Ray actors offer; harmless when called twice.
+    """Let a class of engine cores look at what requests ask for; harmless when called twice.
 
     Args:
         core: vLLM's `EngineCore`, of 0.26, 0.32 or 0.33.
     """
     if not hasattr(core.add_request, _SERVED):
         core.add_request = _guarded(core.add_request)
-        functions: dict[str, Callable[..., Any]] = {ADAPTERS: lora_merge_adapters, TENANTS: lora_merge_tenants}
-        core.collective_rpc = answering(core.collective_rpc, functions)
 
 
 def _guarded(add: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,22 +144,6 @@ def _check(core: Any, lora: Any) -> None:
     """Raise ValueError if a core does not serve what a new request asks for."""
     state = getattr(core.scheduler, "pause_state", None)
     _served(core).check(lora, waits=state is not None and state.name != "UNPAUSED")
-
-
-def answering(call: Callable[..., Any], functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """Return `EngineCore.collective_rpc`, which also reaches some functions of the core: over HTTP, and in an actor,
-    nothing else reaches it.
-
-    Args:
-        functions: by name, each called with the core and the arguments of the call.
-    """
-
-    @functools.wraps(call)
-    def collective_rpc(core: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
-        function = functions.get(method) if isinstance(method, str) else None
-        return call(core, method, timeout, args, kwargs) if function is None else [function(core, *args)]
-
-    return collective_rpc
 
 
 class Door:

@@ -65,12 +65,11 @@ def register() -> None:
 
 
 def _add_to_core(module: Any) -> None:
-    from .core import OF_CORE
+    from .core import install
     from .kept import hook
     from .kept_requests import guard
 
-    for name, method in OF_CORE.items():
-        setattr(module.EngineCore, name, method)
+    install(module.EngineCore)
     guard(module.EngineCore)
     hook(module.EngineCore)
 

@@ -100,6 +100,7 @@ class VllmWorker:
             "quantised": session.modules.kept(quantised_checkpoint),
             "unkept": unkept(config, internals.has("WeightVersionSpan")),
             "calibrated": calibrated_scales(session.modules),
+            "chains": True,
             "shares": _shares(parallel),
             "computing": computing(self.raw.model_config.hf_config),
             "others": self._others(),

@@ -54,7 +54,8 @@ class Worker(Protocol):
             `quantised` (a layer that its own checkpoint holds quantised; "" for none). If caches can have scales of a
             checkpoint, `calibrated` (the layers that have, in words; "" for none). If somebody else can load adapters,
             `others` (what these are called). If KV caches can stay over a push, `unkept` (why this engine's cannot; ""
-            if it can). If engines can compute their experts together, `shares` (as for `Replica`).
+            if it can). If engines can compute their experts together, `shares` (as for `Replica`). If calls of workers
+            may bring several calls of the engine in one message, `chains`.
         """
 
     def served(self, session: WorkerSession, state: State) -> State:
