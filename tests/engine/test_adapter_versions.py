@@ -24,9 +24,10 @@ from lora_merge.engine.push.versions import VersionPusher
 from lora_merge.engine.state import State, change
 from lora_merge.engine.tenants import PATHS, tenant_id
 from lora_merge.engine.vllm import kept_requests
-from lora_merge.engine.vllm.control import HttpControl, LlmControl, _allowing
+from lora_merge.engine.vllm.control import LlmControl, _allowing
 from lora_merge.engine.vllm.core import install
 from lora_merge.engine.vllm.kept_requests import guard, guard_in_front, lora_merge_adapters, put_door
+from lora_merge.engine.vllm.url import HttpControl
 from lora_merge.shards.ranks import Ranks
 
 FIRST, SECOND = (State("adapter", number, "base", trainer="t") for number in (1, 2))
@@ -322,6 +323,41 @@ def test_a_server_that_lets_nobody_name_adapters(answer: Any, refusal: str, monk
     with pytest.raises(PushRefused, match=refusal) if refusal else nullcontext():
         drive(control.check_versions())
     assert asked == [("v1/unload_lora_adapter", {"lora_name": ""})]
+
+
+@pytest.mark.parametrize("stood", [False, True])
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_servers_front_hears_of_adapters_between_two_messages(
+    monkeypatch: pytest.MonkeyPatch, stood: bool, forgets: bool
+) -> None:
+    """Whether the engine stood before is known from the first message; what ends the calls ends the next ones, too."""
+    control, asked = HttpControl("http://127.0.0.1:8000"), list[Any]()
+    control.chains = True
+    said = {"lora_merge_still_paused": stood, "reset_prefix_cache": forgets}
+
+    def post(route: str, body: Any) -> dict[str, Any]:
+        if body["method"] != "lora_merge_calls":
+            asked.append(body["method"])
+            return {"results": ['{"in_use": []}']}
+        [calls, _] = body["args"]
+        asked.append([(name, unless) for name, _, _, unless in calls])
+        found = [said.get(name) for name, *_ in calls]
+        return {"results": [json.dumps({"returned": found[: 3 if forgets else 2], "failed": ""})]}
+
+    monkeypatch.setattr(control._server, "post", post)
+    monkeypatch.setattr(control._server, "get", lambda route: {"data": []})
+    paused = Call("stands")
+    reset, pause = Call("reset_prefix_cache", (True, False), wanted=(True,)), Call("pause", ("keep",), unless=paused)
+    calls = [paused, reset, pause, Call("allow_adapters", ([], True)), Call("resume", unless=paused), Call("holders")]
+    found = drive(control.chain(calls))
+    first = [("lora_merge_still_paused", None), ("reset_prefix_cache", None), ("pause_scheduler", 0)]
+    if not forgets:
+        assert asked == [first]
+        assert found == [stood, False]
+        return
+    resume = "nothing?" if stood else "resume_scheduler"
+    assert asked == [first, "lora_merge_adapters", [(resume, None), ("lora_merge_holders", None)]]
+    assert found == [stood, True, None, [], None, None]
 
 
 def test_what_a_server_serves_is_unloaded_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,6 +263,27 @@ def test_others_are_lost_and_back_while_one_wakes() -> None:
     assert (set(report.skipped), report.version) == ({1}, 8)
 
 
+def test_an_engine_that_does_not_wake_gets_nothing() -> None:
+    """As a gateway leads /wake_up elsewhere: the push wrote into memory that was not mapped."""
+
+    def again() -> None:
+        sleeper._says["asleep"] = 2
+
+    sleeper, other = Sleeper("a", again), Engine("b")
+    slept: list[int] = []
+
+    async def sleep(level: int) -> None:
+        slept.append(level)
+
+    sleeper.sleep = sleep  # type: ignore[method-assign]
+    planner = Planned()
+    pusher = Pusher(trainer(other, sleeper), planner, pause="keep", mode="merged")
+    with pytest.raises(PushRefused, match=r"engine 1 was woken, and its weights sleep: .*Nothing was sent; push again"):
+        drive(pusher._prepare(SyncReport(0, "merged"), False))
+    assert slept == [1]
+    assert not hasattr(planner, "met")
+
+
 def test_nobody_waits_for_long_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[Any] = []
     limits: list[tuple[float, float]] = []

@@ -30,7 +30,7 @@ from vllm import SamplingParams
 
 from lora_merge import InvalidInput, LoraMergeError, PushFailed, PushRefused, VllmSync
 from lora_merge.engine.transport.sender import Sender
-from lora_merge.engine.vllm.control import HttpControl
+from lora_merge.engine.vllm.url import HttpControl
 from lora_merge.stream.weights import BucketWriter
 from lora_merge.verify import coverage
 
@@ -593,18 +593,57 @@ def test_requests_that_come_while_the_mode_changes(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_ray_actor(tmp_path: Path) -> None:
+class Asynchronous:
+    """What an actor around an `AsyncLLM` offers, as users write them."""
+
+    def __init__(self, folder: str, **options: Any) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(folder, **options))
+        self.called: list[str] = []
+
+    async def generate(self, requests: Sequence[Any], sampling: Any, use_tqdm: bool, lora_request: Any) -> list[Any]:
+        async def one(number: int, prompt: Any) -> Any:
+            async for output in self.llm.generate(prompt, sampling, str(number), lora_request=lora_request):
+                last = output
+            return last
+
+        return await asyncio.gather(*(one(*numbered) for numbered in enumerate(requests)))
+
+    async def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
+        self.called.append(method)
+        return await self.llm.collective_rpc(method, args=tuple(args))
+
+    async def pause_generation(self, **options: Any) -> None:
+        await self.llm.pause_generation(**options)
+
+    async def resume_generation(self) -> None:
+        await self.llm.resume_generation()
+
+    async def is_paused(self) -> bool:
+        return await self.llm.is_paused()
+
+    async def calls(self) -> list[str]:
+        called, self.called = self.called, []
+        return called
+
+
+@pytest.mark.parametrize("around", ["LLM", "AsyncLLM"])
+def test_a_ray_actor(tmp_path: Path, around: str) -> None:
     import ray
     from vllm import LLM
 
     model = models.with_lora(engines.qwen2, **DENSE)
     engines.save_base(model.get_base_model(), tmp_path / "base")
     environment = {k: v for k, v in os.environ.items() if k.startswith(("VLLM_", "HF_"))}
-    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    inside = "0" if around == "LLM" else "1"
+    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": inside, "PYTHONPATH": os.pathsep.join(sys.path)}
     ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": environment}, logging_level="ERROR")
     try:
         options = engines.engine_options(model) | {"enable_lora": True, "max_lora_rank": 8}
-        actor = ray.remote(LLM).remote(str(tmp_path / "base"), **options)
+        kind = LLM if around == "LLM" else Asynchronous
+        actor: Any = ray.remote(kind).remote(str(tmp_path / "base"), **options)
         sync = VllmSync(model, actor, bucket_bytes=1 << 17)
         for mode in ("merged", "adapter"):
             train(model)
@@ -612,6 +651,12 @@ def test_a_ray_actor(tmp_path: Path) -> None:
             requests = [{"prompt_token_ids": p} for p in engines.prompts()]
             call = actor.generate.remote(requests, GREEDY, use_tqdm=False, lora_request=sync.lora_request())
             assert_answers(ray.get(call), model)
+        if around == "AsyncLLM":
+            for step in range(3):
+                train(model, step)
+                ray.get(actor.calls.remote())
+                sync.push(mode="merged")
+            assert ray.get(actor.calls.remote()) == ["lora_merge", *2 * ["lora_merge_calls"]], "as few as can be"
         sync.close()
     finally:
         ray.shutdown()

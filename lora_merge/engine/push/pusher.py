@@ -287,6 +287,11 @@ class Pusher:
                 replicas = await self._meet(report, known)
                 for replica in replicas:
                     replica.slept = slept.get(replica.index)
+                if still := [str(r.index) for r in replicas if r.asleep and r.slept is not None]:
+                    raise PushRefused(
+                        f"engine {', '.join(still)} was woken, and its weights sleep: does something else put it to "
+                        "sleep meanwhile, or does its URL lead /wake_up to another engine? Nothing was sent; push again"
+                    )
             # "dry_run" and the like (compatibility.py, negotiators.py), where "hello" has not answered them.
             transfers = await self._planner(replicas, report, verify, read[0])
             # "connect", where the channels of the push before do not serve.
