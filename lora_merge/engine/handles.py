@@ -14,6 +14,6 @@ def control_of(engine: Any) -> Control:
         InvalidInput: it is none of them.
     """
     from .sglang.control import control_of as of_sglang
-    from .vllm.control import control_of as of_vllm
+    from .vllm.handles import control_of as of_vllm
 
     return (of_sglang if hasattr(engine, "tokenizer_manager") else of_vllm)(engine)

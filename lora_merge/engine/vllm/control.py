@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 from collections.abc import Callable, Sequence
@@ -10,7 +9,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, TypeAlias
 
-from ...errors import InvalidInput, PushRefused
+from ...errors import PushRefused
 from ..control.base import Call, Control, Unheard, judges
 from ..control.calls import EngineGone, watched, while_alive
 from ..control.http import NotReached
@@ -360,27 +359,3 @@ async def _stands(control: Control) -> bool:
     if await control.moves():
         await control.pause("wait")
     return await control.paused()
-
-
-def control_of(engine: Any) -> Control:
-    """Return the control plane of a handle: an LLM, an AsyncLLM, a Ray actor, or a server's URL. A `Control` (made by a
-    trainer's integration) is returned as it is.
-
-    Raises:
-        InvalidInput: it is none of them.
-    """
-    if isinstance(engine, Control):
-        return engine
-    if isinstance(engine, str):
-        from .url import HttpControl
-
-        return HttpControl(engine)
-    if type(engine).__module__.startswith("ray."):
-        return RayControl(engine)
-    if asyncio.iscoroutinefunction(getattr(engine, "collective_rpc", None)):
-        return AsyncControl(engine)
-    if hasattr(engine, "llm_engine") or hasattr(engine, "collective_rpc"):
-        return LlmControl(engine)
-    raise InvalidInput(
-        f"engine must be a vllm.LLM, an LLMEngine, an AsyncLLM, a Ray actor or a URL, got {type(engine).__name__}"
-    )

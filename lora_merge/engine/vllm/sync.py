@@ -16,7 +16,8 @@ from ..push.sharing import Sharing
 from ..sync import EngineSync
 from ..tenants import PATHS, tenant_id
 from .adapter import ADAPTER_ID
-from .control import LlmControl, control_of
+from .control import LlmControl
+from .handles import control_of
 
 if TYPE_CHECKING:
     from .cache_sleep import CacheSleep
