@@ -4,18 +4,16 @@ and Mamba, which have no CPU build."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 from importlib.metadata import version
 from typing import Any
-from unittest import mock
 
 import te_cpu
 
 te_cpu.install()
 os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
 
+import cuda_cpu  # noqa: E402
 import hf_kinds  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
@@ -80,12 +78,8 @@ torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *args: None
 import megatron.core.fusions.fused_softmax as fused_softmax  # noqa: E402
 import megatron_models as mm  # noqa: E402
 
-if _TRITON := importlib.util.find_spec("triton") is None:  # as where vLLM is a CPU's; no kernel of it runs here
-    sys.modules.update({name: mock.MagicMock(__version__="3.6.0") for name in ("triton", "triton.language")})
-from megatron.bridge import AutoBridge  # noqa: E402
-
-if _TRITON:
-    del sys.modules["triton"], sys.modules["triton.language"]
+with cuda_cpu.triton():  # which is not there where vLLM is a CPU's
+    from megatron.bridge import AutoBridge
 from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping  # noqa: E402
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import rope  # noqa: E402
 from megatron.core import parallel_state as ps  # noqa: E402

@@ -3,26 +3,22 @@ adapters and bridge, megatron-core, and vLLM engines. TransformerEngine's module
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import te_cpu
 
 te_cpu.install()
 
+import cuda_cpu  # noqa: E402
 import swift_runs  # noqa: E402
-import torch  # noqa: E402
 from helpers import assert_same_bits  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from swift_runs import Exact  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.overrides import TorchFunctionMode  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 FLAGS = {
     "use_hf": "true", "check_model": "false", "add_version": "false", "report_to": "print", "torch_dtype": "float32",
@@ -60,49 +56,13 @@ def arguments(kind: str, base: Path, out: Path, **flags: Any) -> list[str]:
     return line
 
 
-class _OnCPU(TorchFunctionMode):
-    """What is made on "cuda" is made on the CPU, and its type says that it lies on a GPU."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.")
-        if str(kwargs.get("device")).startswith("cuda"):
-            kwargs = kwargs | {"device": torch.device("cpu")}
-        return func(*(torch.device("cpu") if isinstance(a, str) and a == "cuda" else a for a in args), **kwargs)
-
-
-class _Stream:
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: self
-
-
-@contextlib.contextmanager
-def _triton() -> Iterator[None]:
-    """mcore-bridge imports kernels of models that are not here, and vLLM for CPUs brings no Triton."""
-    names = ("triton", "triton.language")
-    sys.modules.update({name: mock.MagicMock(__version__="3.6.0") for name in names})
-    yield
-    for name in names:
-        del sys.modules[name]
-
-
 def prepare() -> None:
     """Let all of it believe in a CPU device; for the rest of this process."""
-    Tensor.cuda = nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment]
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-    torch.cuda.Stream = _Stream  # type: ignore[assignment,misc]
-    torch.cuda.current_stream = lambda *args, **kwargs: _Stream()  # type: ignore[assignment]
-    torch.cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()  # type: ignore[assignment]
-    for name in ("synchronize", "empty_cache", "memory_allocated", "memory_reserved", "max_memory_reserved"):
-        setattr(torch.cuda, name, lambda *args, **kwargs: 0)
+    cuda_cpu.be_a_gpu()
     from accelerate import PartialState
 
     PartialState(cpu=True)  # starts gloo; else accelerate's gathers take each rank for the only one
-    with _triton():
+    with cuda_cpu.triton():
         import mcore_bridge.model.gpts  # noqa: F401
         import swift.megatron.trainers.grpo_trainer  # noqa: F401
     from megatron.core.transformer.moe import token_dispatcher
@@ -115,7 +75,7 @@ def prepare() -> None:
     base.warmup_jit_function = lambda *args: None
     sft.plot_images = lambda *args: None  # wants matplotlib
     sft.dist.destroy_process_group = lambda *args: None  # the trainer is looked at afterwards
-    _OnCPU().__enter__()
+    cuda_cpu.OnCPU().__enter__()
 
 
 def policy(trainer: Any, base: Path) -> dict[str, Exact]:

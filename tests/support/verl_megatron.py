@@ -6,11 +6,9 @@ platform is a CPU, CUDA's calls and Triton are stood in for, too; on a GPU both 
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 BEFORE = "verl.models.mcore", "verl.utils.megatron", "verl.workers.engine.megatron"
@@ -53,65 +51,24 @@ def _import_megatron() -> None:
         torch.compile = compiled
 
 
-class _Stream:
-    def __init__(self, *args: Any, **options: Any) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **options: self
-
-
 def _on_cpu() -> None:
     """Have Megatron believe that a CPU is its GPU."""
     import typing
-    from unittest import mock
 
-    import torch
+    import cuda_cpu
     import typing_extensions
-    from torch.overrides import TorchFunctionMode
-
-    cpu = torch.device("cpu")
-
-    class OnCpu(TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-        ) -> Any:
-            options = dict(kwargs or {})
-            if func is torch.Tensor.type and len(args) == 1 and not options:
-                return func(*args).replace("torch.", "torch.cuda.")
-            if str(options.get("device")).startswith("cuda"):
-                options["device"] = cpu
-            return func(*(cpu if isinstance(one, str) and one == "cuda" else one for one in args), **options)
 
     if not hasattr(typing, "override"):  # Python 3.11
         typing.override = typing_extensions.override  # type: ignore[attr-defined]
-    anything: Any = torch
-    anything.Tensor.cuda = anything.nn.Module.cuda = lambda self, *args, **options: self
-    anything.cuda.current_device = lambda: cpu
-    anything.cuda.Stream = _Stream
-    anything.cuda.current_stream = lambda *args, **options: _Stream()
-    anything.cuda.stream = lambda *args, **options: contextlib.nullcontext()
-    for name in ("synchronize", "empty_cache", "memory_allocated", "memory_reserved", "max_memory_reserved"):
-        setattr(torch.cuda, name, lambda *args, **options: 0)
+    cuda_cpu.be_a_gpu()
     import vllm  # noqa: F401 - before there is a Triton
 
-    with _without_triton(mock.MagicMock(__version__="3.6.0")):
+    with cuda_cpu.triton():
         _import_megatron()
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-    OnCpu().__enter__()
-
-
-@contextlib.contextmanager
-def _without_triton(stand_in: Any) -> Iterator[None]:
-    absent = [name for name in ("triton", "triton.language") if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(absent, stand_in))
-    try:
-        yield
-    finally:
-        for name in absent:
-            del sys.modules[name]
+    cuda_cpu.OnCPU().__enter__()
 
 
 class _Finder:
