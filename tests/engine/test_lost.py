@@ -25,7 +25,7 @@ from lora_merge.engine.push.channels import Trainer, _introductions
 from lora_merge.engine.push.introduction import hello, replicas_of
 from lora_merge.engine.push.planner import Planner
 from lora_merge.engine.push.pusher import ATTEMPTS, Pusher
-from lora_merge.engine.push.replica import Replica, SyncReport
+from lora_merge.engine.push.replica import ONE_ENGINE, Replica, SyncReport
 from lora_merge.engine.push.sequence import EngineSequence
 from lora_merge.engine.push.versions import VersionPusher
 from lora_merge.engine.state import State
@@ -85,6 +85,14 @@ def test_what_answers_wrongly_is_not_lost(error: Exception) -> None:
     with pytest.raises(PushRefused, match="engine 1"):
         drive(hello(trainer(Engine("a"), Engine("b", error)), lost=lost))
     assert not lost
+
+
+def test_a_server_of_data_parallel_engines_says_so() -> None:
+    """`vllm serve --data-parallel-size 2`: it was told to look for the plugin."""
+    said = f"http://b:8000/collective_rpc answered 500: Worker failed with error 'this is number 1 of {ONE_ENGINE}'"
+    with pytest.raises(PushRefused) as refused:
+        drive(hello(trainer(Engine("a"), Engine("b", RuntimeError(said)))))
+    assert str(refused.value) == f"engine 1 is {ONE_ENGINE}"
 
 
 @pytest.mark.parametrize("code", [502, 503, 504])

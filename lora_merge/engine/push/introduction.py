@@ -14,7 +14,7 @@ from ..control.http import NotReached, Unfit
 from ..messages import WorkerInfo
 from ..transport.liveness import error_text, host_id
 from .channels import Trainer
-from .replica import SILENT, Replica, check_apart, check_whole
+from .replica import ONE_ENGINE, SILENT, Replica, check_apart, check_whole
 
 _WITHOUT = ' (With lost="skip" pushes go on without it.)'
 
@@ -58,6 +58,8 @@ async def hello(
                     lost[index] = f"it has died: {error}"
                     return
                 raise PushRefused(f"engine {index} has died, start it anew: {error}") from error
+            if ONE_ENGINE in str(error):  # as vLLM tells of an error in one of them
+                raise PushRefused(f"engine {index} is {ONE_ENGINE}") from error
             raise PushRefused(
                 f"engine {index} does not answer as one of lora_merge's: {error}. If it does not know the method, "
                 f"is lora-merge installed where its workers run, and does {control.plugins} allow it?"
