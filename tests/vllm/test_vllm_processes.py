@@ -657,6 +657,8 @@ def test_a_ray_actor(tmp_path: Path, around: str) -> None:
                 ray.get(actor.calls.remote())
                 sync.push(mode="merged")
             assert ray.get(actor.calls.remote()) == ["lora_merge", *2 * ["lora_merge_calls"]], "as few as can be"
+            with closing(VllmSync(model, actor, cache="keep")) as keeping:
+                assert keeping.push().cache == "keep"
         sync.close()
     finally:
         ray.shutdown()

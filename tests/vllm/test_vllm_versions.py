@@ -6,8 +6,10 @@ import asyncio
 import copy
 import json
 import os
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -398,7 +400,7 @@ def test_versions_over_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     engines.save_base(model.get_base_model(), tmp_path / "base")
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     flags = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--block-size", str(BLOCK))
-    server = Server(tmp_path / "base", tmp_path / "log", *flags)
+    server = Server(tmp_path / "base", tmp_path / "log", *flags, "--worker-extension-cls", "engines.Slower")
     try:
         with engine(model, tmp_path / "base", block_size=BLOCK, **LORA) as llm:
             server.wait()
@@ -422,6 +424,8 @@ def test_versions_over_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
                 sync.push(mode="merged")
                 assert names(server) == set()
                 assert over_http(server, "") == (None, said(model))
+        with closing(VllmSync(model, server.url)) as sync:
+            the_mode_changes(server, sync, model)
     finally:
         server.close()
 
@@ -449,6 +453,44 @@ def versions_of_a_server(server: Server, sync: VllmSync, model: Any) -> None:
             sync.push(keep=1)
             assert over_http(server, sync.adapter_name()) == (4 + step, said(model))
         assert running.result() == (3, began)
+
+
+def the_mode_changes(server: Server, sync: VllmSync, model: Any) -> None:
+    """A request that came meanwhile, for merged weights, was answered by the bare base."""
+    sync.push(mode="merged")
+    merged, control = said(model, 30), sync._trainer.controls[0]
+
+    def slow(on: bool) -> None:
+        control._server.post("collective_rpc", {"method": "slow", "args": [on]})  # type: ignore[attr-defined]
+
+    slow(True)
+    with ThreadPoolExecutor(3) as pool:
+        running = pool.submit(over_http, server, "", 30)
+        until(lambda: in_flight(server) == 1)
+        train(model, 11)
+        push = pool.submit(sync.push, mode="adapter", keep=1)
+        until(lambda: sync._mode == "adapter")  # all is checked, and it pauses
+        late = pool.submit(over_http, server, "", 30)
+        until(lambda: in_flight(server) == 2)
+        slow(False)
+        push.result()
+        assert running.result() == (None, merged)
+        assert late.result() == (None, []), "it was ended, and hears so"
+    assert over_http(server, sync.adapter_name())[1] == said(model)
+
+
+def in_flight(server: Server) -> int:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as response:
+        lines = response.read().decode().splitlines()
+    named = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
+    return int(sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(named)))
+
+
+def until(there: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not there():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def one_replica_fails(server: Server, llm: LLM, sync: VllmSync, model: Any) -> None:
