@@ -193,6 +193,47 @@ def test_a_change_of_the_mode_with_requests_in_flight(started: Any, mode: str, p
     sync.close()
 
 
+@pytest.mark.parametrize("mode", OTHER)
+def test_requests_that_come_while_the_mode_changes(started: Any, mode: str) -> None:
+    """Those that were made for the mode before are ended, and hear so: they were answered by the bare base. Those of
+    the new mode wait for it."""
+    model, other = policy(), OTHER[mode]
+    sync, manager = SglangSync(model, started, mode=mode), started.tokenizer_manager
+    sync.push()
+    old, prompts = sync.lora_path(), policies.prompts()
+
+    async def scenario() -> list[Any]:
+        flown = await flying(started, TOKENS, lora_path=old)
+        policies.train(model, size=0.2)
+        push = asyncio.ensure_future(sync.apush(mode=other))
+        while not manager.is_pause:
+            await asyncio.sleep(0.01)
+        new = sync.lora_path()  # which the push is about to bring
+        assert new != old
+        asked = [(prompts[0], old), (prompts[:2], old), (prompts[1], new)]
+        greedy = sglang_engines.GREEDY
+        late = [
+            asyncio.ensure_future(
+                started.async_generate(input_ids=ids, sampling_params=greedy, lora_path=path, return_logprob=True)
+            )
+            for ids, path in asked
+        ]
+        await asyncio.sleep(0.1)
+        assert not any(task.done() for task in late)
+        await ado(started, "slow", 0)
+        await push
+        await asyncio.gather(*flown)
+        return await asyncio.gather(*late, return_exceptions=True)
+
+    *ended, waited = started.loop.run_until_complete(asyncio.wait_for(scenario(), 120))
+    for error in ended:
+        assert isinstance(error, Exception), error
+        assert any(word in str(error) for word in ("was aborted", "never been loaded", "for weights that are gone"))
+    assert_answers([waited], model, [prompts[1]])
+    assert_answers(ask(started, lora_path=sync.lora_path()), model)
+    sync.close()
+
+
 @pytest.mark.parametrize("pause", ["keep", "wait"])
 @pytest.mark.parametrize("mode", OTHER)
 def test_a_change_of_the_mode_after_a_push_that_broke_off(started: Any, mode: str, pause: str) -> None:

@@ -18,6 +18,7 @@ from ..control.one_server import OneServer
 from ..payload.adapter import ADAPTER_NAME
 from . import internals
 from .adapter import reference
+from .door import end_wrong_mode_requests
 
 _DONE = {"status": "ok"}
 """The answer of its server to a call that succeeded."""
@@ -160,6 +161,9 @@ class EngineControl(SglangControl):
         registry = getattr(self.engine, "lora_registry", None)
         if registry is not None:
             await self._run(_named(registry, there))
+
+    async def end_wrong_mode_requests(self, adapter: bool) -> None:
+        await self._run(end_wrong_mode_requests(self.engine, adapter))
 
     async def _run(self, call: Coroutine[Any, Any, Any]) -> Any:
         if not self.suspends:

@@ -68,6 +68,7 @@ _OF_LORA = (
 _OF_TOKENIZERS = (
     *("check_weights", "lora_registry", "event_loop"),
     *("pause_generation", "continue_generation", "is_pause", "is_pause_cond"),
+    *("rid_to_state", "abort_request", "_validate_and_resolve_lora"),
 )
 _LABELS = ("update_weight_version", "_update_weight_version_if_provided")
 """The second one of SGLang 0.5.17."""
