@@ -31,6 +31,7 @@ from sglang_faults import ADAPTER_PHASES, BUCKET, PAUSES, TOKENS, fail_in_flight
 from torch import nn
 
 from lora_merge import LoraMergeError, PushFailed, SglangSync
+from lora_merge.engine.sglang import internals
 
 DENSE = {"target_modules": policies.LINEARS}
 INSTEAD = 'push with mode="merged" instead'
@@ -232,6 +233,12 @@ def test_requests_that_come_while_the_mode_changes(started: Any, mode: str) -> N
     assert_answers([waited], model, [prompts[1]])
     assert_answers(ask(started, lora_path=sync.lora_path()), model)
     sync.close()
+
+
+def test_where_the_door_is_needed(started: Any) -> None:
+    """SGLang 0.5.17 itself looks, when it holds a request back no longer, whether that was ended meanwhile."""
+    looks = hasattr(type(started.tokenizer_manager), "_raise_if_logical_request_aborted")
+    assert looks == (internals.installed() == "0.5.17"), "the door is not needed any more in 0.5.23"
 
 
 @pytest.mark.parametrize("pause", ["keep", "wait"])
