@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -103,6 +104,8 @@ def test_tests_after_one_that_leaves_the_thread_otherwise_have_what_it_began_wit
     guard.__enter__()
     with pytest.warns(UserWarning, match="^it left this thread's torch with"):
         thread_state.restore("it")
+    with warnings.catch_warnings(action="error"):
+        thread_state.restore("nothing")
     factor = torch.ones(2, requires_grad=True)
     (2 * factor).sum().backward()
     with Other() as mode:

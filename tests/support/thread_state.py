@@ -8,13 +8,11 @@ can do that.
 from __future__ import annotations
 
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 _KEYS = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
-_SETTERS = torch._C._dispatch_tls_set_dispatch_key_included, torch._C._dispatch_tls_set_dispatch_key_excluded
-_ALL = [key for name, key in torch._C.DispatchKey.__members__.items() if "TESTING" not in name and "Num" not in name]
 
 
 class ThreadState(NamedTuple):
@@ -33,8 +31,8 @@ class ThreadState(NamedTuple):
         return ThreadState(included, excluded, modes, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
 
-_entered: list[torch.inference_mode] = []
-"""Modes that stay entered: torch has no other way to end what somebody has begun."""
+_entered: list[Any] = []
+"""Modes and guards that stay entered: torch has no other way to end what somebody has begun."""
 _BEGINNING = ThreadState.now()
 """What a thread has that has run nothing."""
 
@@ -51,7 +49,6 @@ def restore(after: str) -> None:
         _entered.append(torch.inference_mode(_BEGINNING.inference))
         _entered[-1].__enter__()
     torch.set_grad_enabled(_BEGINNING.gradients)
-    for begun, now, put in zip(_BEGINNING[:2], _KEYS, _SETTERS, strict=True):
-        for key in _ALL:
-            if begun.has(key) != now().has(key):
-                put(key, begun.has(key))
+    # Not key by key: keys of a backend leave its bit behind.
+    _entered.append(torch._C._ForceDispatchKeyGuard(_BEGINNING.included, _BEGINNING.excluded))
+    _entered[-1].__enter__()
