@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -33,7 +33,7 @@ from lora_merge.engine.vllm.url import HttpControl
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 WARM = 3
-_Measure: TypeAlias = Callable[[str, Any], Awaitable[None]]
+_Measure: TypeAlias = Callable[[str, Any], Coroutine[Any, Any, None]]
 """Measures a handle, under a name."""
 
 
@@ -42,57 +42,43 @@ def counted() -> Iterator[list[str]]:
     """Note the messages to an engine."""
     noted: list[str] = []
 
-    def noting(method: Callable[..., Any], name: Callable[..., str]) -> Callable[..., Any]:
+    def noting(owner: type, name: str) -> Any:
+        method = getattr(owner, name)
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            noted.append(name(*args))
+            noted.append(owner.__name__)
             return method(*args, **kwargs)
 
-        return call
+        return mock.patch.object(owner, name, call)
 
-    def named(control: Any, method: str, *_: Any) -> str:
-        return method
-
-    def routed(server: Any, request: Any, *_: Any) -> str:
-        return str(request.selector)
-
-    with (
-        mock.patch.object(LlmControl, "_call", noting(LlmControl._call, named)),
-        mock.patch.object(AsyncControl, "_call", noting(AsyncControl._call, named)),
-        mock.patch.object(Server, "_answer", noting(Server._answer, routed)),
-    ):
+    with noting(LlmControl, "_call"), noting(AsyncControl, "_call"), noting(Server, "_answer"):
         yield noted
 
 
 async def measure(engine: Any, model: Any, merge: str, pushes: int) -> dict[str, Any]:
-    """Push, and return the milliseconds and messages of the median push."""
+    """Push; return the milliseconds of the median push and of the fastest, and the messages of the one with most."""
     import engines  # type: ignore[import-not-found]
 
     sync = VllmSync(model, engine, merge=merge)  # type: ignore[arg-type]
-    suspends = any(control.suspends for control in sync._trainer.controls)
     seconds, messages = list[float](), list[int]()
     with counted() as noted:
         for number in range(WARM + pushes):
             engines.train(model, number)
             noted.clear()
             begin = time.perf_counter()
-            done = sync.apush() if suspends else _now(sync.push)
-            await done
+            await sync.apush()
             seconds.append(time.perf_counter() - begin)
             messages.append(len(noted))
-    await (sync.aclose() if suspends else _now(sync.close))
+    await sync.aclose()
     ms = sorted(1e3 * one for one in seconds[WARM:])
     return {"merge": merge, "ms": statistics.median(ms), "least_ms": ms[0], "messages": max(messages[WARM:])}
-
-
-async def _now(call: Callable[[], Any]) -> None:
-    call()
 
 
 def of_llm(folder: Path, model: Any, each: _Measure) -> None:
     import engines
 
     with engines.engine(model, folder, processes=True) as llm:
-        asyncio.run(_of("LLM, in a process of its own", llm, each))
+        asyncio.run(each("LLM, in a process of its own", llm))
 
 
 def of_async(folder: Path, model: Any, each: _Measure) -> None:
@@ -115,13 +101,9 @@ def of_server(folder: Path, model: Any, each: _Measure) -> None:
     flags = ["--enforce-eager", "--skip-tokenizer-init", "--max-model-len", "64", "--dtype", "float32"]
     flags += ["--load-format", "dummy", "--max-num-seqs", "8"]
     with served.server(folder, flags, os.environ | {"OMP_NUM_THREADS": "1"}) as url:
-        asyncio.run(_of("server, by its URL", url, each))
+        asyncio.run(each("server, by its URL", url))
         with mock.patch.object(HttpControl, "_reaches_core", return_value=False):
-            asyncio.run(_of("server, each call by itself", url, each))
-
-
-async def _of(name: str, engine: Any, each: _Measure) -> None:
-    await each(name, engine)
+            asyncio.run(each("server, each call by itself", url))
 
 
 STARTED = {"llm": of_llm, "async": of_async, "server": of_server}

@@ -92,7 +92,7 @@ def test_a_server_of_data_parallel_engines_says_so() -> None:
     said = f"http://b:8000/collective_rpc answered 500: Worker failed with error 'this is number 1 of {ONE_ENGINE}'"
     with pytest.raises(PushRefused) as refused:
         drive(hello(trainer(Engine("a"), Engine("b", RuntimeError(said)))))
-    assert str(refused.value) == f"engine 1 is {ONE_ENGINE}"
+    assert str(refused.value) == f"engine 1 is number 1 of {ONE_ENGINE}"
 
 
 @pytest.mark.parametrize("code", [502, 503, 504])

@@ -88,3 +88,11 @@ def _main(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def until(what: Callable[[], Any], seconds: float = 60) -> None:
+    """Wait for something, and fail after some seconds."""
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.1)

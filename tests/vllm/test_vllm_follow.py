@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import urllib.error
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import models
 import pytest
 import torch
 from engines import ask, assert_answers, engine, train
+from processes import until
 from torch import nn
 
 from lora_merge import Follower, LoraMergeError, Publisher, PushRefused, VllmSync, save_merged
@@ -277,13 +278,6 @@ def serving(folder: Path, log: Path, follows: str | Path | None = None, *flags: 
 
 def kill(server: Server) -> None:
     os.killpg(server.process.pid, signal.SIGKILL)
-
-
-def until(what: Callable[[], Any], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "it takes too long"
-        time.sleep(0.1)
 
 
 def answers(server: Server) -> list[list[int]]:

@@ -723,7 +723,7 @@ def test_a_hundred_pushes_drift_nowhere(llm: LLM) -> None:
 
 UNREACHED = {
     "data parallel": ({"data_parallel_size": 2}, "several data-parallel engines.*one for each"),
-    "number 1 of dense ones": ({"data_parallel_index": 1}, "engine 0 is several data-parallel engines.*one for each"),
+    "number 1 of dense ones": ({"data_parallel_index": 1}, "number 1 of several data-parallel engines.*one for each"),
     "one of two that share experts": (
         {"data_parallel_size": 2, "data_parallel_external_lb": True},
         "computes its experts together with 1 other data-parallel engines, and 1 of these have no handle here",

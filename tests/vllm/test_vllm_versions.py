@@ -6,10 +6,8 @@ import asyncio
 import copy
 import json
 import os
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -20,6 +18,7 @@ import models
 import pytest
 import torch
 from engines import assert_answers, engine, train
+from processes import until
 from vllm import LLM, AsyncEngineArgs, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineGenerateError
@@ -484,13 +483,6 @@ def in_flight(server: Server) -> int:
         lines = response.read().decode().splitlines()
     named = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
     return int(sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(named)))
-
-
-def until(there: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not there():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def one_replica_fails(server: Server, llm: LLM, sync: VllmSync, model: Any) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 from ...errors import InvalidInput
 from ...logs import shown
 from ..transport.tcp_link import SILENT_S, watched
-from .base import TIMEOUT_S
+from .base import TIMEOUT_S, Unheard
 
 MOST = 1 << 28
 """Bytes that an answer may have."""
@@ -53,7 +53,7 @@ class Answered(RuntimeError):
         self.code, self.body = code, body
 
 
-class NotReached(OSError):
+class NotReached(Unheard, OSError):
     """No server answers at a URL, or a gateway says that it reaches none."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -58,8 +59,9 @@ async def hello(
                     lost[index] = f"it has died: {error}"
                     return
                 raise PushRefused(f"engine {index} has died, start it anew: {error}") from error
-            if ONE_ENGINE in str(error):  # as vLLM tells of an error in one of them
-                raise PushRefused(f"engine {index} is {ONE_ENGINE}") from error
+            # `NotFirst`, as vLLM tells of it.
+            if one := re.search(rf"number \d+ of {re.escape(ONE_ENGINE)}", str(error)):
+                raise PushRefused(f"engine {index} is {one[0]}") from error
             raise PushRefused(
                 f"engine {index} does not answer as one of lora_merge's: {error}. If it does not know the method, "
                 f"is lora-merge installed where its workers run, and does {control.plugins} allow it?"

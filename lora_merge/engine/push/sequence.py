@@ -18,7 +18,6 @@ from ...errors import InvalidInput, PushFailed, PushRefused
 from ..adapter_versions import CONSTANT_PATH, path_of
 from ..control.base import Call, Control, Moved, NotOurs, Unheard
 from ..control.calls import EngineGone
-from ..control.http import NotReached
 from ..messages import WorkerInfo
 from ..state import State
 from ..tenants import StaleRequests, stale_requests, tenant_id
@@ -88,7 +87,7 @@ class EngineSequence:
             if due or calls:
                 await replica.handle.chain([*due, *calls], made)
         except BaseException as error:
-            lost = isinstance(error, EngineGone | NotReached | Unheard) or not isinstance(error, Exception)
+            lost = isinstance(error, EngineGone | Unheard) or not isinstance(error, Exception)
             replica.lost, replica.moved = isinstance(error, NotOurs), isinstance(error, Moved)
             raise
         finally:

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, TypeAlias
 from ...errors import PushRefused
 from ..control.base import Call, Control, Unheard, judges
 from ..control.calls import EngineGone, watched, while_alive
-from ..control.http import NotReached
 from .kept_requests import core_inside, end_requests, put_door
 from .names import (
     ADAPTERS,
@@ -205,7 +204,7 @@ class LlmControl(Control):
                 self._allow(*call.arguments)  # before the pause: the core lets nothing in too early
         try:
             answer = json.loads(await self._core(CALLS, asked, secrets.token_hex(8)))
-        except (EngineGone, NotReached):
+        except (EngineGone, Unheard):
             raise
         except Exception as error:
             raise Unheard(f"{type(error).__name__}: {error}") from error

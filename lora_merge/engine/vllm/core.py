@@ -13,10 +13,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from ..worker.answered import Answered
-from . import internals, names
+from . import internals
 from .adapter import ADAPTER_ID
 from .kept_requests import end_requests_with, lora_merge_adapters, lora_merge_tenants
-from .names import ADAPTERS, CALLS, HOLDERS, STILL_PAUSED, TENANTS, WRONG_MODE
+from .names import ADAPTERS, CALLS, CORE_PREFIX, HOLDERS, STILL_PAUSED, TENANTS, WRONG_MODE
 from .stand_in import stands_in
 
 _ANSWERED = "_lora_merge_answered"
@@ -37,7 +37,7 @@ def lora_merge_calls(core: Any, calls: Sequence[Sequence[Any]], number: str | No
     Returns:
         JSON: `returned` by the calls that were made, and `failed`, the error of the one after them; "" for none.
     """
-    answered: Answered = core.__dict__.setdefault(_ANSWERED, Answered())
+    answered: Answered[Future[str]] = core.__dict__.setdefault(_ANSWERED, Answered())
     ended = answered.to(number)
     if ended is None:
         done = _Calls(core, calls)
@@ -176,14 +176,13 @@ def install(core: Any) -> None:
 
 
 @stands_in
-def _reaching(call: Callable[..., Any], core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(method, str) or not method.startswith(names.OF_CORE):
-        return call(core, method, *args, **kwargs)
-    return _of_core(core, method, *args, **kwargs)
-
-
-def _of_core(core: Any, method: str, timeout: Any = None, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-    """Call a method of the core, and return its answer as that of one worker; a future of it where it ends later."""
+def _reaching(
+    call: Callable[..., Any], core: Any, method: Any, timeout: Any = None, args: Sequence[Any] = (), kwargs: Any = None
+) -> Any:
+    """Call a method of all workers; or one of the core, whose answer is given as that of one worker, in a future where
+    it comes later."""
+    if not isinstance(method, str) or not method.startswith(CORE_PREFIX):
+        return call(core, method, timeout, args, kwargs)
     found = getattr(core, method)(*args)
     if not isinstance(found, Future):
         return [found]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 BACKEND = WORKER_METHOD = "lora_merge"
 """The weight-transfer backend, and the method of workers through which everything of a push reaches them."""
-OF_CORE = "lora_merge_"
+CORE_PREFIX = "lora_merge_"
 """Begins the names of methods that the engine core gets; where workers are called, these reach the core (core.py)."""
 CALLS = "lora_merge_calls"
 WRONG_MODE = "lora_merge_end_wrong_mode_requests"

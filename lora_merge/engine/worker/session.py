@@ -117,7 +117,7 @@ class WorkerSession:
         self.name = secrets.token_hex(8)
         self.receiver: WorkerEnd | None = None
         self.tables: dict[str, Table] = {}
-        self.lease, self.answered = Lease(), Answered()
+        self.lease, self.answered = Lease(), Answered[str]()
         self.loan: Callable[[], Loan | None] = lambda: None
         self.held, self.writing = State(), False
         self.served, self.served_tenants = self.held.kind, self.held.tenants

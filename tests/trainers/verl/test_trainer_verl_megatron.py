@@ -19,6 +19,7 @@ sys.path.append(str(ROOT / ".venv" / "megatron"))  # where `make` puts it
 if find_spec("verl") is None or find_spec("megatron") is None:
     pytest.skip("verl's tests run in an environment of their own, with megatron-core's", allow_module_level=True)
 
+import cuda_cpu
 import megatron_models as mm
 import vllm  # noqa: F401 - verl does, and what it imports of PyTorch would take the stand-in for Triton
 from helpers import assert_same_bits
@@ -30,11 +31,9 @@ from tests.megatron.test_megatron_bridge_bind import VOCABULARY, auto_bridge
 from tests.megatron.test_megatron_read import Case
 from tests.trainers.verl.test_trainer_verl import ENVIRONMENT  # noqa: F401 - of this process, and so of the ranks
 
-# Megatron-Bridge imports kernels of models that are not here, and vLLM for CPUs brings no Triton.
-ABSENT = {name: mock.MagicMock() for name in ("triton", "triton.language")} if find_spec("triton") is None else {}
 
-
-@mock.patch.dict(sys.modules, mm.stand_ins() | ABSENT)
+@mock.patch.dict(sys.modules, mm.stand_ins())
+@cuda_cpu.triton()  # Megatron-Bridge imports kernels of models that are not here
 def streams(case: Case, folder: Path) -> dict[str, Any]:
     """On each rank: what verl's engine hands to its rollout, and what ours does."""
     chunks = mm.megatron(case.kind, mm.hf_model(case.kind), case.grid)
